@@ -91,8 +91,11 @@ SFT = Task(
     data="sft",
     columns=("messages",),
     token_columns=("input_ids", "labels"),
-    required_columns="'messages', a list of {role, content} turns (or ShareGPT's 'conversations', or 'instruction' "
-    "and 'output', or 'prompt' and 'completion', or 'text'); list columns of other names under `columns`",
+    required_columns=(
+        "'messages', a list of {role, content} turns (or ShareGPT's 'conversations', or"
+        " 'instruction' and 'output', or 'prompt' and 'completion', or 'text'); list columns of"
+        " other names under `columns`"
+    ),
     metrics=("loss", "mean_token_accuracy", "entropy"),
     shown={"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
     higher_is_better={"eval_loss": False, "eval_mean_token_accuracy": True},
@@ -105,8 +108,10 @@ DPO = Task(
     data="dpo",
     columns=("chosen", "rejected"),
     token_columns=("prompt_ids", "chosen_ids", "rejected_ids"),
-    required_columns="'chosen' and 'rejected', two whole conversations as lists of {role, content} turns (or two "
-    "answers beside a 'prompt' or 'instruction'); list columns of other names under `columns`",
+    required_columns=(
+        "'chosen' and 'rejected', two whole conversations as lists of {role, content} turns (or two"
+        " answers beside a 'prompt' or 'instruction'); list columns of other names under `columns`"
+    ),
     metrics=(
         *SFT.metrics,
         *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),

@@ -51,7 +51,10 @@ def _rotations(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
     for scale in (0.01, 3.0):
         x = randn(6, 9) * scale
         if (error := float((function(u @ x @ v) - u @ function(x) @ v).abs().max())) > 1e-9:
-            yield f"a rotated matrix has another output than the rotated output (by {error:.1g}, at scale {scale:g})"
+            yield (
+                f"a rotated matrix has another output than the rotated output (by {error:.1g}, at"
+                f" scale {scale:g})"
+            )
 
 
 def _transposes(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
@@ -77,7 +80,10 @@ def _shapes_and_dtypes(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
             if not torch.equal(x, before) or result.data_ptr() == x.data_ptr():
                 yield f"the input is modified, or returned ({dtype}, {shape})"
             if (result.dtype, result.shape) != (dtype, x.shape):
-                yield f"{dtype} of shape {shape} becomes {result.dtype} of shape {tuple(result.shape)}"
+                yield (
+                    f"{dtype} of shape {shape} becomes {result.dtype} of shape"
+                    f" {tuple(result.shape)}"
+                )
 
 
 def _zeros_and_nan(function: Callable[[Tensor], Tensor]) -> Iterator[str]:

@@ -142,7 +142,7 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
         return typer.Option(metavar="COLUMN", help=help_text, hidden=task != "sft")
 
     def train(
-        recipe: RecipeArgument = ... if needs_recipe else None,  # pyright: ignore[reportArgumentType]
+        recipe: RecipeArgument = (... if needs_recipe else None),  # pyright: ignore[reportArgumentType]
         model: ModelOption = None,
         data: DataOption = None,
         question: Annotated[str | None, column("questions")] = None,
@@ -327,7 +327,8 @@ SuiteOption = Annotated[
     str | None,
     files.named(
         "SUITE",
-        "A benchmark suite: a name that `soren-align suites` lists, or a suite.yaml. Default: the recipe's suite.",
+        "A benchmark suite: a name that `soren-align suites` lists, or a suite.yaml. Default: the"
+        " recipe's suite.",
         shipped.suites,
         of=typer.Option,
     ),
@@ -377,7 +378,10 @@ Omit = Annotated[
     list[str] | None,
     typer.Option(
         metavar="COLUMN",
-        help="Leave out this benchmark, named by its column of the table. You can repeat this option.",
+        help=(
+            "Leave out this benchmark, named by its column of the table. You can repeat this"
+            " option."
+        ),
     ),
 ]
 TrustSuite = Annotated[
@@ -391,7 +395,8 @@ Published = Annotated[
     list[str] | None,
     files.named(
         "SCORES",
-        "Scores of other authors to print under the table: paper/sft, or a file. You can repeat this option.",
+        "Scores of other authors to print under the table: paper/sft, or a file. You can repeat"
+        " this option.",
         shipped.published,
         of=typer.Option,
     ),
@@ -526,7 +531,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.getcwd()
             except FileNotFoundError:
                 raise UserError(
-                    "the working directory was removed; change to another directory (cd) and rerun the command"
+                    "the working directory was removed; change to another directory (cd) and rerun"
+                    " the command"
                 ) from None
             # `deepspeed` passes --local_rank to every script; the environment has it too.
             words = [word for word in words if not word.startswith("--local_rank=")]

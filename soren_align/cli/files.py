@@ -116,20 +116,22 @@ def new(
         num_held_out, more = write_questions(target, pairs)
         notices += more
         examples = (
-            f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample pairs; replace them by "
-            "your own"
+            f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample"
+            " pairs; replace them by your own"
         )
         questions = (
             f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
         )
     if model and not has_gpu():
         notices.append(
-            "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name the keys for a GPU"
+            "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name"
+            " the keys for a GPU"
         )
     if data and not model:
         notices.append(
-            "the tiny model starts from random weights: it can learn your answers by heart, but fails on held-out "
-            "questions. For a pretrained model add --model MODEL; `soren-align docs own-data` names one for a CPU"
+            "the tiny model starts from random weights: it can learn your answers by heart, but"
+            " fails on held-out questions. For a pretrained model add --model MODEL; `soren-align"
+            " docs own-data` names one for a CPU"
         )
     texts = {"folder": target, "schema": schema, "examples": examples, "questions": questions}
     for notice in notices:
@@ -181,7 +183,8 @@ def recipes(context: typer.Context) -> None:
     for name, path in shipped.studies().items():
         typer.echo(f"{name:34} {_first_comment(path)}")
     typer.echo(
-        "\nnext      soren-align sft quickstart/sft\n          soren-align recipes copy NAME my.yaml"
+        "\nnext      soren-align sft quickstart/sft\n          soren-align recipes copy NAME"
+        " my.yaml"
     )
 
 
@@ -191,7 +194,8 @@ def copy(
         str,
         named(
             "NAME",
-            "The name of a recipe or study that `soren-align recipes` lists, such as quickstart/sft.",
+            "The name of a recipe or study that `soren-align recipes` lists, such as"
+            " quickstart/sft.",
             shipped.recipes,
             shipped.studies,
         ),
@@ -338,7 +342,8 @@ def schema(
         )
     if not write_schema(target, text):
         raise UserError(
-            f"--output: {target} exists already and was not written by this command; name another file"
+            f"--output: {target} exists already and was not written by this command; name another"
+            " file"
         )
     use = f": to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}"
     typer.echo(printable(f"{target}{use if kind != 'verdict' else ''}"))

@@ -36,7 +36,8 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     name, file = next(iter(data_files(data).items()))
     if file.suffix not in (".csv", ".jsonl"):
         raise UserError(
-            f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and answers"
+            f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and"
+            " answers"
         )
     if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
@@ -62,7 +63,8 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
         notices.append(
-            f"left out, because question or answer is empty: record {', '.join(incomplete[:5])}{more}"
+            "left out, because question or answer is empty: record"
+            f" {', '.join(incomplete[:5])}{more}"
         )
     if repeated := len(rows) - len(incomplete) - len(pairs):
         notices.append(f"left out, because the question occurs before: {count(repeated, 'record')}")
@@ -144,11 +146,13 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
     notices = []
     if untrained and len(numbers) <= MOST_LABELS * len(pairs):
         notices.append(
-            f"{untrained} of {len(held_out)} held-out questions have an answer that no training example has, because "
-            "questions with the same answer are held out together. If your answers are labels, divide the file yourself"
+            f"{untrained} of {len(held_out)} held-out questions have an answer that no training"
+            " example has, because questions with the same answer are held out together. If your"
+            " answers are labels, divide the file yourself"
         )
     if len(held_out) < ENOUGH:
         notices.append(
-            f"{len(held_out)} held-out questions are too few for confidence intervals, which need {ENOUGH}"
+            f"{len(held_out)} held-out questions are too few for confidence intervals, which need"
+            f" {ENOUGH}"
         )
     return len(held_out), notices

@@ -39,9 +39,13 @@ def stats(
         list[str] | None,
         typer.Option(
             metavar="METRIC",
-            help="A metric. You can repeat this option; each task uses the first of these metrics that its file "
-            "has. exact_match,strict-match names a metric and a filter of lm-eval. Default: acc_norm, acc, "
-            "exact_match, or else the first metric in the file.",
+            help=(
+                "A metric. You can repeat this option; each task uses the first of these metrics"
+                " that its file "
+                "has. exact_match,strict-match names a metric and a filter of lm-eval. Default:"
+                " acc_norm, acc, "
+                "exact_match, or else the first metric in the file."
+            ),
         ),
     ] = None,
     id_: Annotated[
@@ -58,8 +62,11 @@ def stats(
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="The column that names the cluster of a question, such as doc.passage. Questions of one cluster are "
-            "not independent.",
+            help=(
+                "The column that names the cluster of a question, such as doc.passage. Questions of"
+                " one cluster are "
+                "not independent."
+            ),
         ),
     ] = None,
     max_score: Annotated[
@@ -69,8 +76,11 @@ def stats(
         list[str] | None,
         typer.Option(
             metavar="PREFIX",
-            help="Join all tasks whose names begin with this text, such as mmlu, to one task. Each of them is one "
-            "cluster. You can repeat this option.",
+            help=(
+                "Join all tasks whose names begin with this text, such as mmlu, to one task. Each"
+                " of them is one "
+                "cluster. You can repeat this option."
+            ),
         ),
     ] = None,
     common: Annotated[

@@ -166,7 +166,10 @@ class Document:
             # section has is taken.
             if isinstance(node, list):  # data.train.0.limit: the first of a list
                 if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
-                    wanted = f"{dotted(key)} is a list of length {len(node)}; write {dotted(key)}.0 for its first value"
+                    wanted = (
+                        f"{dotted(key)} is a list of length {len(node)}; write {dotted(key)}.0 for"
+                        " its first value"
+                    )
                     self.bad_settings.append(f"{setting.text}: {wanted}")
                     return
                 part, names = int(part), names[1:]
@@ -184,7 +187,10 @@ class Document:
                 node[part] = {}
             node = node[part]
             if not isinstance(node, dict | list):
-                problem = f"'{dotted(key)}' is not a section, so it has no keys; set '{dotted(key)}' itself"
+                problem = (
+                    f"'{dotted(key)}' is not a section, so it has no keys; set '{dotted(key)}'"
+                    " itself"
+                )
                 self.bad_settings.append(f"{setting.text}: {problem}")
                 return
         for depth in range(1, len(key)):
@@ -480,7 +486,10 @@ class _Mistake:
                 # The tag is the value of `name`, or describes a section without one, such as "a
                 # split".
                 member = "" if " " in self.tag else "name: "
-                return f"unknown key for {self.tag}; remove this key, or write {member}{join_words(owners, 'or')}"
+                return (
+                    f"unknown key for {self.tag}; remove this key, or write"
+                    f" {member}{join_words(owners, 'or')}"
+                )
             case "extra_forbidden":
                 # A key of another section under its own name is more likely than a misspelt one of
                 # this section.
@@ -502,12 +511,18 @@ class _Mistake:
                 )
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
-                return f"found {value!r}; write {join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
+                return (
+                    f"found {value!r}; write"
+                    f" {join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
+                )
             case "model_type" if hint and isinstance(value, list):
                 return f"found a list; {hint}"
             case "model_type" | "dict_type":
                 is_section = key and self.section.model_fields  # and no JSON's object
-                return f"found {value!r}; {self._section_remedy(value) if is_section else 'write a mapping'}"
+                return (
+                    f"found {value!r};"
+                    f" {self._section_remedy(value) if is_section else 'write a mapping'}"
+                )
             case "too_short":
                 least = self.error["ctx"]["min_length"]
                 remedy = (
@@ -535,4 +550,7 @@ class _Mistake:
         yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
         yaml.default_flow_style, yaml.width = True, 1000
         yaml.dump(content if isinstance(last, int) else {last: content}, stream)
-        return f"write {stream.getvalue().strip() if isinstance(last, int) else stream.getvalue().strip()[1:-1]}"
+        return (
+            "write"
+            f" {stream.getvalue().strip() if isinstance(last, int) else stream.getvalue().strip()[1:-1]}"
+        )

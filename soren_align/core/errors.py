@@ -124,8 +124,8 @@ _OF_THE_MACHINE = (
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and
 processes."""
 _NO_MEMORY = re.compile(
-    "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
-    "|can't start new thread|could not create a (primitive|memory)"
+    "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by"
+    " signal|can't start new thread|could not create a (primitive|memory)"
 )
 """Texts in the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader
 worker another. Threads are Python's; the last is oneDNN's, which has no message of its own for
@@ -184,8 +184,8 @@ def machine_failure(
         if match := _TIMEOUT.search(str(error)):
             return silent_rank("another rank", float(match[1]) / (1000 if match[2] == "ms" else 1))
         return LostRankError(
-            f"another rank failed ({first_sentence(error)}); read that rank's output for the cause. Rerun the same "
-            "command to resume"
+            f"another rank failed ({first_sentence(error)}); read that rank's output for the cause."
+            " Rerun the same command to resume"
         )
     return None
 

@@ -31,7 +31,10 @@ MAX_YAML_BYTES = 1 << 20
 MAX_JSON_BYTES = 1 << 26
 CORRECT = "correct the file, or restore a copy"
 """The remedy for a file that is no valid JSON: the user's own file, or one that this tool wrote."""
-CHANGED = "the content differs from what was saved (because of an edit, a bad copy or a defect of the disk)"
+CHANGED = (
+    "the content differs from what was saved (because of an edit, a bad copy or a defect of the"
+    " disk)"
+)
 CHUNK_BYTES = 1 << 24
 """Bytes of a file that are hashed at once: part of the definition of `Content`."""
 _BLOCK_BYTES = 1 << 18

@@ -95,8 +95,8 @@ SECOND_MOMENT_BETA = 0.95
 """NorMuon's, and AdaMuon's, which is its momentum."""
 MATCH_RMS = 0.2
 """RMS of AdamW's update over its learning rate, as observed after a few hundred steps
-(research/studies/optimizers.md has the first ones): the aim of both `match_rms_` scales, if a recipe
-does not state another one."""
+(research/studies/optimizers.md has the first ones): the aim of both `match_rms_` scales, if a
+recipe does not state another one."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 

@@ -26,7 +26,8 @@ class Patch:
 
 PATCHES = {
     "lm_eval.tasks._yaml_loader._import_func_in_yml": Patch(
-        "`!function` in a task file imports and runs the module beside it; a suite from elsewhere is data",
+        "`!function` in a task file imports and runs the module beside it; a suite from elsewhere"
+        " is data",
         "lm-eval asks before it runs a task's module (0.4.13 does not)",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
@@ -36,7 +37,8 @@ PATCHES = {
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
     "datasets.load_dataset": Patch(
-        "lm-eval passes all of a task's dataset_path and dataset_kwargs on: any loader, and any folder to write to",
+        "lm-eval passes all of a task's dataset_path and dataset_kwargs on: any loader, and any"
+        " folder to write to",
         "lm-eval restricts dataset_kwargs (0.4.13 does not)",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
@@ -45,25 +47,30 @@ PATCHES = {
         "lm-eval renders in a sandbox (0.4.13 does not)",
     ),
     "lm_eval.evaluator.get_git_commit_hash": Patch(
-        "starts git at each evaluation, which prints an error outside of a repository; the result is not used",
+        "starts git at each evaluation, which prints an error outside of a repository; the result"
+        " is not used",
         "simple_evaluate has an option without it (0.4.13 has none)",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/2625",
     ),
     "langdetect.DetectorFactory.seed": Patch(
-        "IFEval's check of a response's language draws n-grams from a generator without a seed: scores would vary",
+        "IFEval's check of a response's language draws n-grams from a generator without a seed:"
+        " scores would vary",
         "lm-eval sets it (0.4.13 does not)",
     ),
     "lm_eval.evaluator.add_env_info": Patch(
-        "starts a dozen programs to describe the machine at each evaluation; the result is not used",
+        "starts a dozen programs to describe the machine at each evaluation; the result is not"
+        " used",
         "simple_evaluate has an option without it (0.4.13 has none)",
     ),
     "lm_eval.evaluator.os": Patch(
-        "on a rank with LOCAL_RANK other than 0, simple_evaluate returns nothing; run.benchmark scores on all ranks",
+        "on a rank with LOCAL_RANK other than 0, simple_evaluate returns nothing; run.benchmark"
+        " scores on all ranks",
         "simple_evaluate goes by the rank of the model that it is given alone (0.4.13 does not)",
     ),
     "huggingface_hub.constants.HF_HUB_OFFLINE": Patch(
         "offline mode is read from the environment once, at the import",
-        "huggingface_hub has a context manager for offline mode (2.4 reads it only: is_offline_mode)",
+        "huggingface_hub has a context manager for offline mode (2.4 reads it only:"
+        " is_offline_mode)",
         "https://github.com/huggingface/huggingface_hub/pull/3593",
     ),
     "datasets.config.HF_HUB_OFFLINE": Patch(
@@ -72,13 +79,13 @@ PATCHES = {
         "https://github.com/huggingface/datasets/pull/7244",
     ),
     "transformers.integrations.moe._can_use_grouped_mm": Patch(
-        "torch's grouped_mm takes fake tensors of bfloat16 only; transformers' own operation has the same inputs and "
-        "outputs",
+        "torch's grouped_mm takes fake tensors of bfloat16 only; transformers' own operation has"
+        " the same inputs and outputs",
         "torch's grouped_mm takes fake tensors of any dtype (2.13 does not)",
     ),
     "transformers.PreTrainedConfig.attribute_map": Patch(
-        "TRL's load-balancing loss reads num_experts, which Llama 4 calls num_local_experts. Another name in "
-        "the class, and not another value, so that no saved config has it",
+        "TRL's load-balancing loss reads num_experts, which Llama 4 calls num_local_experts."
+        " Another name in the class, and not another value, so that no saved config has it",
         "TRL takes Llama 4's config (1.16 does not)",
         "https://github.com/huggingface/trl/pull/7248",
     ),

@@ -293,7 +293,8 @@ class StandardLibrary(LocalFiles):
         if not chosen:
             remedy = "use another Python"
             raise UserError(
-                f"{STDLIB}: this Python has no source files of its standard library in {root}; {remedy}"
+                f"{STDLIB}: this Python has no source files of its standard library in {root};"
+                f" {remedy}"
             )
         return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
 

@@ -63,9 +63,11 @@ class ColumnMapping(NamedTuple):
         if self.columns:
             example = {ours: example.get(theirs) for ours, theirs in self.columns.items()}
         return {
-            column: with_known_keys(value, self.keys, self.roles)
-            if isinstance(value, list | dict) and column not in OPTIONS
-            else value
+            column: (
+                with_known_keys(value, self.keys, self.roles)
+                if isinstance(value, list | dict) and column not in OPTIONS
+                else value
+            )
             for column, value in example.items()
         }
 

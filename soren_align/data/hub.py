@@ -77,8 +77,8 @@ class StreamReader:
             except Exception as error:  # whatever is raised here comes from the hub or its data
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UserError(
-                    f"{self.place}: after {self.num_read} records the hub could no longer be read: {reason}; rerun the "
-                    "same command to resume"
+                    f"{self.place}: after {self.num_read} records the hub could no longer be read:"
+                    f" {reason}; rerun the same command to resume"
                 ) from None
             if record is None:
                 return
@@ -97,8 +97,9 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
         from_cache = type(builder).__module__.startswith("datasets.packaged_modules.cache")
         if from_cache and revision is not None and builder.hash != revision:
             raise UserError(
-                f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
-                f"not '{revision}'; write the cached revision, or connect to the hub"
+                f"{path}: the hub cannot be reached, and the cached copy is revision"
+                f" {builder.hash}, not '{revision}'; write the cached revision, or connect to"
+                " the hub"
             )
         yield builder
     except UserError:
@@ -117,9 +118,9 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
             message = f"{configurations}; add the key `name` with one of these configurations"
         elif kind is OutOfReach:
             message = (
-                "is neither a file nor a cached dataset, and the Hugging Face hub cannot be reached "
-                f"({reason}). Write the path of a file ({FILE_KINDS}), or connect to the hub for the first run "
-                "(without HF_HUB_OFFLINE)"
+                "is neither a file nor a cached dataset, and the Hugging Face hub cannot be"
+                f" reached ({reason}). Write the path of a file ({FILE_KINDS}), or connect to the"
+                " hub for the first run (without HF_HUB_OFFLINE)"
             )
         else:
             message = (

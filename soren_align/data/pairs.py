@@ -62,28 +62,29 @@ class PairStats:
         }
         if self.num_equal:
             lines.append(
-                f"{self.num_equal:,} of {num_all} pairs have {EQUAL_ANSWERS} and are dropped; {places['equal']}. If "
-                "truncation makes them equal, raise trainer.max_length"
+                f"{self.num_equal:,} of {num_all} pairs have {EQUAL_ANSWERS} and are dropped;"
+                f" {places['equal']}. If truncation makes them equal, raise trainer.max_length"
             )
         if self.num_contradictory:
             lines.append(
-                f"{self.num_contradictory:,} of {num_all} pairs contradict another pair: prompt and answers are "
-                "the same, but chosen and rejected are swapped. Both pairs are trained on; "
-                f"{places['contradictory']}"
+                f"{self.num_contradictory:,} of {num_all} pairs contradict another pair: prompt and"
+                " answers are the same, but chosen and rejected are swapped. Both pairs are"
+                f" trained on; {places['contradictory']}"
             )
         if self.num_copies >= COPIED_SHARE * self.num_pairs and self.num_copies and not repeats:
             lines.append(
-                f"{self.num_copies:,} of {num_all} pairs are copies of earlier pairs, and are trained on more than "
-                f"once; {places['copy']}"
+                f"{self.num_copies:,} of {num_all} pairs are copies of earlier pairs, and are"
+                f" trained on more than once; {places['copy']}"
             )
         num_longer, num_shorter = self.num_chosen_longer, self.num_rejected_longer
         sigmas = abs(num_longer - num_shorter) / math.sqrt(max(1, num_longer + num_shorter))
         if abs(self.length_auc - 0.5) >= LENGTH_AUC and sigmas >= SIGMAS:
             number, word = max((num_longer, "longer"), (num_shorter, "shorter"))
             lines.append(
-                f"the chosen answer is the {word} one in {number / self.num_pairs:.0%} of the pairs, so that "
-                f"length alone predicts which answer was chosen (AUC {self.length_auc:.2f}, where 0.5 is chance): "
-                f"DPO may make the model's answers {word}"
+                f"the chosen answer is the {word} one in {number / self.num_pairs:.0%} of the"
+                " pairs, so that length alone predicts which answer was chosen (AUC"
+                f" {self.length_auc:.2f}, where 0.5 is chance): DPO may make the model's answers"
+                f" {word}"
             )
         return lines
 

@@ -1,4 +1,5 @@
-"""A conversation as its chat template renders it, and the parts of that text that belong to its turns.
+"""A conversation as its chat template renders it, and the parts of that text that belong to its
+turns.
 
 A template is a program of another author. transformers renders it in Jinja's sandbox, which keeps
 it from files, the network and Python; that a template can waste the time of whoever uses it is not
@@ -150,10 +151,11 @@ class Rendering:
 
     def _unstable(self) -> UserError:
         return UserError(
-            "the chat template renders earlier turns differently when later turns are added, so the assistant's "
-            f"tokens of {str(self.turns[-1]['content'])[:60]!r} cannot be identified. Set model.chat_template to a "
-            "template with {% generation %}...{% endgeneration %} around the assistant's turns; or train all "
-            "tokens, without assistant_only_loss and without weights of turns"
+            "the chat template renders earlier turns differently when later turns are added, so"
+            f" the assistant's tokens of {str(self.turns[-1]['content'])[:60]!r} cannot be"
+            " identified. Set model.chat_template to a template with {% generation %}...{%"
+            " endgeneration %} around the assistant's turns; or train all tokens, without"
+            " assistant_only_loss and without weights of turns"
         )
 
 

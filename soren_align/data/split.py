@@ -77,7 +77,8 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     """
     if spec.limit is not None and spec.limit < 1:
         raise UserError(
-            f"{spec.path}: limit is {spec.limit}; write 1 or more, or remove limit to use all examples"
+            f"{spec.path}: limit is {spec.limit}; write 1 or more, or remove limit to use all"
+            " examples"
         )
     with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
@@ -86,7 +87,10 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
         notices = (
-            f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",
+            (
+                f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples;"
+                " all are used"
+            ),
         )
     source = source_record(spec, origin, form) | {"num_examples": num_examples}
     return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
@@ -138,7 +142,8 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     for key in ("revision", "name"):
         if value := getattr(spec, key):
             raise UserError(
-                f"{spec.path}: {key} is '{value}', but only datasets of the hub have a {key}; remove {key}"
+                f"{spec.path}: {key} is '{value}', but only datasets of the hub have a {key};"
+                f" remove {key}"
             )
     local = (
         StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
@@ -150,8 +155,8 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     for other, form in others:
         if (form.read, form.outputs) != (first.read, first.outputs):
             raise UserError(
-                f"{name} has {first.description}, but {other} has {form.description}; write a pattern for files of one "
-                "kind, such as train*.jsonl, or write several splits"
+                f"{name} has {first.description}, but {other} has {form.description}; write a"
+                " pattern for files of one kind, such as train*.jsonl, or write several splits"
             )
     unused = dict.fromkeys(
         column for form in (first, *(form for _, form in others)) for column in form.unused
@@ -214,7 +219,8 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
         if theirs not in columns:
             hint = did_you_mean(theirs, columns, "write one of these columns")
             raise UserError(
-                f"{place}: columns.{ours} is '{theirs}', but the data have the columns {', '.join(columns)}{hint}"
+                f"{place}: columns.{ours} is '{theirs}', but the data have the columns"
+                f" {', '.join(columns)}{hint}"
             )
     # An example without empty columns shows the whole format.
     example = next((example for example in objects if None not in example.values()), objects[0])
@@ -262,7 +268,10 @@ def checked(
         remedy = "fix these examples" + ", or add bad_examples: drop to this split" * (
             num_invalid < num_examples
         )
-        head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}; {remedy}:"
+        head = (
+            f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task};"
+            f" {remedy}:"
+        )
         raise UserError(head, *reported, *more)
 
 
@@ -388,8 +397,8 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
     for split, source, sample in zip(splits, configs, samples, strict=True):
         if len(sample) == 0:
             raise UserError(
-                f"data.train: a weight of {source.weight:g} leaves no example of {split.name}; write a larger weight, "
-                "or remove this split"
+                f"data.train: a weight of {source.weight:g} leaves no example of {split.name};"
+                " write a larger weight, or remove this split"
             )
     starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
     order = generator.permutation(sum(map(len, samples)))
@@ -432,6 +441,7 @@ def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
     columns = [", ".join(split.dataset.column_names) for split in splits]
     if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
         raise UserError(
-            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}), but {splits[other].name} has "
-            f"{splits[other].layout} ({columns[other]}), and these two forms cannot be mixed; use splits of one form"
+            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}), but"
+            f" {splits[other].name} has {splits[other].layout} ({columns[other]}), and these two"
+            " forms cannot be mixed; use splits of one form"
         )

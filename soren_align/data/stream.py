@@ -203,8 +203,8 @@ class _Cursor:
                 continue
             if self.split.config.bad_examples == "refuse":
                 raise UserError(
-                    f"{place}: cannot be used for {self.split.task}: {example}; fix this example, or add bad_examples: "
-                    "drop to this split. Rerun the same command to resume"
+                    f"{place}: cannot be used for {self.split.task}: {example}; fix this example,"
+                    " or add bad_examples: drop to this split. Rerun the same command to resume"
                 )
             dropped, reason = self.counts["dropped"], without_indices(example)
             dropped[

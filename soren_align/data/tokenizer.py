@@ -73,17 +73,18 @@ def check_template(
     only_assistant = assistant_only_loss and is_sft
     if completion_only_loss and is_sft and "completion" not in columns:
         raise UserError(
-            "trainer.completion_only_loss needs examples with prompt and completion, but these examples have "
-            f"{', '.join(columns)}; remove this key (for conversations, trainer.assistant_only_loss trains only "
-            "on the answers)"
+            "trainer.completion_only_loss needs examples with prompt and completion, but these"
+            f" examples have {', '.join(columns)}; remove this key (for conversations,"
+            " trainer.assistant_only_loss trains only on the answers)"
         )
     if not has_turns(dataset):
         if only_assistant:
             raise UserError(
-                f"trainer.assistant_only_loss: true needs conversations, but these examples are plain texts (columns "
-                f"{', '.join(columns)}). Write false; TRL then still trains only on the completions, if the examples "
-                "have prompts and completions. To make conversations of such examples, write data.train.columns: "
-                "{instruction: prompt, output: completion}"
+                "trainer.assistant_only_loss: true needs conversations, but these examples are"
+                f" plain texts (columns {', '.join(columns)}). Write false; TRL then still trains"
+                " only on the completions, if the examples have prompts and completions. To make"
+                " conversations of such examples, write data.train.columns: {instruction: prompt,"
+                " output: completion}"
             )
         if not tokenizer.eos_token:
             raise UserError(
@@ -111,13 +112,15 @@ def check_template(
         answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
         if answers[-1] not in text:
             raise UserError(
-                f"{name}: the chat template leaves out the assistant's turns: it renders the first example as "
-                f"{text[:120]!r}, without the answer {answers[-1][:60]!r}; {_REMEDY} that prints message['content']"
+                f"{name}: the chat template leaves out the assistant's turns: it renders the first"
+                f" example as {text[:120]!r}, without the answer {answers[-1][:60]!r}; {_REMEDY}"
+                " that prints message['content']"
             )
         if only_assistant and not any(marked):
             raise UserError(
-                f"{name}: the chat template has {{% generation %}}, but marks no token of the first example; put "
-                "{% generation %} and {% endgeneration %} around message['content'] of the assistant's turns"
+                f"{name}: the chat template has {{% generation %}}, but marks no token of the first"
+                " example; put {% generation %} and {% endgeneration %} around"
+                " message['content'] of the assistant's turns"
             )
         # A newline may follow the stop token (the shipped templates write one): the last visible
         # token counts.
@@ -127,16 +130,18 @@ def check_template(
         notices = []
         if ids[last] != tokenizer.eos_token_id and end not in added:
             notices = [
-                f"the chat template ends answers without a stop token, so the model will not learn to stop at {eos}"
+                "the chat template ends answers without a stop token, so the model will not learn"
+                f" to stop at {eos}"
             ]
         elif only_assistant and not marked[last]:
             raise UserError(
-                f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the model would never "
-                f"learn to stop; put {end} before {{% endgeneration %}}"
+                f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the"
+                f" model would never learn to stop; put {end} before {{% endgeneration %}}"
             )
         elif ids[last] != tokenizer.eos_token_id:
             notices = [
-                f"answers end with {end}, but the model stops at {eos}: add model.eos_token: '{end}'"
+                f"answers end with {end}, but the model stops at {eos}: add model.eos_token:"
+                f" '{end}'"
             ]
     return notices
 
@@ -185,8 +190,8 @@ def within_vocabulary(
     backend = getattr(whole, "backend_tokenizer", None)
     if backend is None or beyond - set(whole.get_added_vocab()):
         raise UserError(
-            f"model.tokenizer: this tokenizer has {len(tokenizer):,} tokens, but vocab_size in config.json is only "
-            f"{vocab_size:,}; write a larger vocab_size into config.json"
+            f"model.tokenizer: this tokenizer has {len(tokenizer):,} tokens, but vocab_size in"
+            f" config.json is only {vocab_size:,}; write a larger vocab_size into config.json"
         )
     # tokenizers has no function that removes tokens: they are taken out of its description.
     described = json.loads(backend.to_str())
@@ -224,8 +229,8 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTo
     tokenizer.train_from_iterator(texts, trainer)
     if (size := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"model.tokenizer.vocab_size: the training texts are enough for a vocabulary of only {size} tokens, "
-            f"not {vocab_size}; write {size} or less"
+            "model.tokenizer.vocab_size: the training texts are enough for a vocabulary of only"
+            f" {size} tokens, not {vocab_size}; write {size} or less"
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 

@@ -101,8 +101,8 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(
-            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that prints tool calls, or "
-            "remove this split"
+            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that"
+            " prints tool calls, or remove this split"
         )
     dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
     rest = replace(

@@ -27,7 +27,8 @@ most where many modes lie near its roll-off (4 of 12 matrices of this kind above
 LARGE_MODES = 1e-3
 """The share of nu above which singular values are accurate in minimax."""
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.005, "tf32": 0.02, "float16": 0.02}
-"""Limits of the relative error of these modes in minimax: its certificate, and what 11 bits add to it."""
+"""Limits of the relative error of these modes in minimax: its certificate, and what 11 bits add to
+it."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ NUM_ROUNDS = {"cpu": 5, "cuda": 10}
 RANKS_SECONDS = 100.0
 """The limit of all ranks, of which importing torch on a busy machine takes a minute."""
 MAX_FLAG_SECONDS = 0.1
-"""The limit of the small all-reduce of each training step; on one machine it takes less than 1 ms."""
+"""The limit of the small all-reduce of each training step; on one machine it takes less than 1
+ms."""
 MIN_BANDWIDTH = 20e9
 """Bytes per second between GPUs, of PCIe 4; NVLink reaches 250 to 350 GB/s on eight H100s."""
 
@@ -73,7 +74,10 @@ def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Ite
             process.wait()
             messages.append(f"rank {rank} did not end within {RANKS_SECONDS:.0f} s")
     if messages or not output.is_file():
-        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the processes"
+        remedy = (
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the"
+            " processes"
+        )
         reason = f"{backend} fails between {num_ranks} processes ({messages[0]}); {remedy}"
         name = f"{backend}, {count(num_ranks, 'process', 'processes')}"
         yield Finding(name, "an error", "results of each rank", "FAILED", reason)
@@ -97,7 +101,10 @@ def judged_results(
             f"{name} of {backend} is slow: {bandwidth / 1e9:.1f} GB/s; look at nvidia-smi topo -m"
         )
         if not is_right:
-            problem = f"{name} of {backend} returns wrong sums or elements; do not train with several processes"
+            problem = (
+                f"{name} of {backend} returns wrong sums or elements; do not train with several"
+                " processes"
+            )
         passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
         line = f"{backend} {name}, {count(num_ranks, 'process', 'processes')}"
         yield judged(line, measured, expected, passes, problem)

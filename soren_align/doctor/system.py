@@ -58,7 +58,10 @@ def libraries(machine: Machine) -> Iterator[Finding]:
         yield Finding("torch", build, "a build for the CPU is enough: no GPU")
         yield skipped("GPUs", "this machine has no GPU")
         return
-    remedy = "this machine has a GPU, but torch cannot use it; install the build of torch for your driver (pytorch.org)"
+    remedy = (
+        "this machine has a GPU, but torch cannot use it; install the build of torch for your"
+        " driver (pytorch.org)"
+    )
     yield judged("torch", build, "CUDA is available", torch.cuda.is_available(), remedy)
     query = output_of(
         "nvidia-smi",
@@ -72,8 +75,14 @@ def libraries(machine: Machine) -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(number)
         capability = (properties.major, properties.minor)
         free, total = torch.cuda.mem_get_info(number)
-        measured = f"{properties.name}, {gibibytes(free)} of {gibibytes(total)} free, capability {properties.major}."
-        reason = "the GPU is older than capability 8.0 (no bfloat16, no TF32), or another process uses its memory"
+        measured = (
+            f"{properties.name}, {gibibytes(free)} of {gibibytes(total)} free, capability"
+            f" {properties.major}."
+        )
+        reason = (
+            "the GPU is older than capability 8.0 (no bfloat16, no TF32), or another process uses"
+            " its memory"
+        )
         passes = capability >= OLDEST_GPU and free > 0.9 * total
         yield judged(
             f"GPU {number}", f"{measured}{properties.minor}", "90% free, >= 8.0", passes, reason

@@ -25,7 +25,10 @@ Soren's updates are as large as AdamW's. For about 30 steps multiply lr by 2 to 
 _BATCH = """\
 As in the source, a step has per_device_train_batch_size x gradient_accumulation_steps x processes
 examples. For N examples, write `global_batch_size: N`. To shard the model, write `parallel: zero3` or `fsdp2`."""
-_EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
+_EVAL = (
+    "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting"
+    " checkpoint\n"
+)
 
 
 def import_file(

@@ -55,7 +55,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     rank = rank_from_environment()
     if rank and processes not in (None, rank.num_ranks):
         raise UserError(
-            f"--processes {processes}: a launcher has already started {rank.num_ranks} processes; remove --processes"
+            f"--processes {processes}: a launcher has already started {rank.num_ranks} processes;"
+            " remove --processes"
         )
     # Everything that can be refused without torch, before anything is written.
     num_ranks = rank.num_ranks if rank else processes or 1
@@ -226,8 +227,9 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
                 raise
             raise type(problem)(
                 *problem.problems,
-                f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause and rerun the same "
-                f"command, or run `soren-align eval {folder}` with other options",
+                f"Only the evaluation failed; the trained model is in {folder.model}. Fix the cause"
+                f" and rerun the same command, or run `soren-align eval {folder}` with other"
+                " options",
             ) from error
     elif result := describe_result(folder.record("training")["training"]):
         print_labelled(console, "result", result)
@@ -366,7 +368,8 @@ def reshard(run: str) -> None:
         record = folder.record()
         if record["status"] != "training" or not folder.complete_checkpoints():
             raise UserError(
-                f"{folder}: has no unfinished run with a complete checkpoint; name another run folder"
+                f"{folder}: has no unfinished run with a complete checkpoint; name another run"
+                " folder"
             )
         recipe, same = (
             load_resolved(folder.recipe),
@@ -374,8 +377,8 @@ def reshard(run: str) -> None:
         )
         if recipe.run.global_batch_size is None:
             raise UserError(
-                f"{folder}: the recipe has no run.global_batch_size, so another number of processes would change the "
-                f"number of examples per step; {same}"
+                f"{folder}: the recipe has no run.global_batch_size, so another number of processes"
+                f" would change the number of examples per step; {same}"
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
             raise UserError(f"{folder}: checkpoints of FSDP2 cannot be converted; {same}")
@@ -405,7 +408,8 @@ def merge(run: str) -> None:
             raise UserError(f"{folder}: {folder.why_no_model()}")
         if adapter_config(folder.model) is None:
             raise UserError(
-                f"{folder}: trained no adapter, so there is nothing to merge; use the model in {folder.model}"
+                f"{folder}: trained no adapter, so there is nothing to merge; use the model in"
+                f" {folder.model}"
             )
         refuse_unloadable(folder.model)
         refuse_ranks("merge")

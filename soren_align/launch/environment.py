@@ -57,15 +57,15 @@ def rank_from_environment() -> RankInfo | None:
         return RankInfo(int(env["RANK"]), int(env["WORLD_SIZE"]))
     if int(env.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set, so the rank of this process is unknown; start "
-            "the command with --processes N or torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set, so the rank of this process"
+            " is unknown; start the command with --processes N or torchrun, or unset WORLD_SIZE"
         )
     # accelerate sets MASTER_ADDR for several processes, and with --cpu starts a single one all the
     # same.
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in env:
         raise UserError(
-            "accelerate launch --cpu starts one process and ignores --num_processes; start the command without "
-            "accelerate, and add --processes N"
+            "accelerate launch --cpu starts one process and ignores --num_processes; start the"
+            " command without accelerate, and add --processes N"
         )
     return None
 
@@ -75,7 +75,8 @@ def refuse_ranks(command: str) -> None:
     rank = rank_from_environment()
     if rank and rank.num_ranks > 1:
         raise UserError(
-            f"{command} needs one process, but WORLD_SIZE is {rank.num_ranks}; start {command} without a launcher"
+            f"{command} needs one process, but WORLD_SIZE is {rank.num_ranks}; start {command}"
+            " without a launcher"
         )
 
 
@@ -88,8 +89,9 @@ def launcher_environment() -> dict[str, str]:
         env[name] = env[srun_name]
     if "MASTER_ADDR" not in env and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1:
         raise UserError(
-            "srun started processes on several machines, but MASTER_ADDR is not set; set MASTER_ADDR to the name of "
-            "the first machine, $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+            "srun started processes on several machines, but MASTER_ADDR is not set; set"
+            " MASTER_ADDR to the name of the first machine, $(scontrol show hostnames"
+            " $SLURM_JOB_NODELIST | head -n 1)"
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     # The same port for all tasks of a job, rarely that of another job on the machine.
@@ -112,7 +114,10 @@ def set_environment(
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the
         # machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"
-        notice = f"notice    {len(gpus)} GPUs are visible, but only one is used; add --processes {len(gpus)} to use all"
+        notice = (
+            f"notice    {len(gpus)} GPUs are visible, but only one is used; add --processes"
+            f" {len(gpus)} to use all"
+        )
         print(notice, file=sys.stderr)  # noqa: T201
     # Cleared first: a launcher's variables, which `env` has not, must go too.
     os.environ.clear()

@@ -70,13 +70,15 @@ def evaluate(
                     )
         if run is None and not options.get("suite") and not local_path(models[0]).exists():
             raise UserError(
-                f"{models[0]}: there is no such folder; correct the path, or add --suite SUITE for a model on the hub"
+                f"{models[0]}: there is no such folder; correct the path, or add --suite SUITE for"
+                " a model on the hub"
             )
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
             raise UserError(
-                "--output: is required, because the results belong to no single run; write --output FOLDER"
+                "--output: is required, because the results belong to no single run; write --output"
+                " FOLDER"
             )
         refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
@@ -101,13 +103,13 @@ def refuse_missing(model: str) -> None:
             else "a folder with one of these files"
         )
         raise UserError(
-            f"{model}: contains no run.json (a run), no config.json (a model) and no {ADAPTER} (an adapter); give "
-            f"the path of {hint}"
+            f"{model}: contains no run.json (a run), no config.json (a model) and no {ADAPTER} (an"
+            f" adapter); give the path of {hint}"
         )
     if "/" in model and not is_local(model) and Path(model).parent.is_dir():
         raise UserError(
-            f"{model}: there is no such folder, and the name is not looked up on the hub, because {Path(model).parent} "
-            "is a folder; correct the path"
+            f"{model}: there is no such folder, and the name is not looked up on the hub, because"
+            f" {Path(model).parent} is a folder; correct the path"
         )
     if is_local(model):
         for adapter in (local_path(model), RunFolder(model).model):
@@ -125,8 +127,8 @@ def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
         section = {}  # the batch size and the data belong to the other suite
     if not (section | options).get("suite"):
         raise UserError(
-            "--suite: is required, because the first model is not a run whose recipe has an eval section; write one of "
-            f"{', '.join(shipped.suites())}"
+            "--suite: is required, because the first model is not a run whose recipe has an eval"
+            f" section; write one of {', '.join(shipped.suites())}"
         )
     places = {(): "eval", **{(key,): f"--{key.replace('_', '-')}" for key in Eval.model_fields}}
     document = Document(section | options, places)
@@ -218,8 +220,8 @@ def overlaps_of_runs(
     }
     if not runs:
         return (
-            "not checked, because the training examples are known only for models of runs, and no model of the "
-            "table is from a run"
+            "not checked, because the training examples are known only for models of runs, and no"
+            " model of the table is from a run"
         )
     questions = question_texts(tasks, limit)
     known: dict[str, Overlaps] = {}
@@ -229,7 +231,8 @@ def overlaps_of_runs(
                 record, recipe = run.record("data"), load_resolved(run.recipe)
                 if recipe.data.streaming:
                     raise UserError(
-                        "the run streamed its examples (data.streaming), and a stream is not read a second time"
+                        "the run streamed its examples (data.streaming), and a stream is not read a"
+                        " second time"
                     )
                 with hub_offline():
                     split = load_splits(recipe).train
@@ -246,7 +249,10 @@ def overlaps_of_runs(
                     raise UserError(f"{split.source['path']} was changed after the training")
             except (UserError, OSError) as error:
                 reason = in_one_line(error, 300)
-                return f"not checked, because the training examples of {name} are not available: {reason}"
+                return (
+                    f"not checked, because the training examples of {name} are not available:"
+                    f" {reason}"
+                )
             if split.dataset._fingerprint not in known:
                 on_compared = counting(show, "Comparing training examples with questions")
                 known[split.dataset._fingerprint] = overlaps_with(

@@ -22,8 +22,9 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         is_configured = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
         if is_configured and shared.kind != kind:
             raise UserError(
-                f"accelerate is configured for {name}, but run.parallel is {shared.kind}; write another run.parallel "
-                "(zero1, zero2, zero3, fsdp2 or the path of a config), or configure accelerate for plain multi-GPU"
+                f"accelerate is configured for {name}, but run.parallel is {shared.kind}; write"
+                " another run.parallel (zero1, zero2, zero3, fsdp2 or the path of a config), or"
+                " configure accelerate for plain multi-GPU"
             )
     # Held until this process ends: two commands in one folder would write into one another's run.
     folder.lock(create=True)
@@ -63,8 +64,9 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         )
     if status != "finished" and recipe.run.resume == "never":
         raise UserError(
-            f"{folder}: contains an unfinished run, and run.resume is never. Choose another run.output_dir, resume "
-            "the run with --set run.resume=auto, or replace the run with --overwrite"
+            f"{folder}: contains an unfinished run, and run.resume is never. Choose another"
+            " run.output_dir, resume the run with --set run.resume=auto, or replace the run with"
+            " --overwrite"
         )
     # A changed recipe is another run. Resuming under it would mix two trainings in one curve.
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
@@ -77,7 +79,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         raise UserError(
             f"{folder}: contains a run of another recipe, in which these keys differ:",
             *(f"  {line}" for line in changed),
-            "Restore these keys to resume the run, choose another run.output_dir, or replace the run with --overwrite",
+            "Restore these keys to resume the run, choose another run.output_dir, or replace the"
+            " run with --overwrite",
         )
     if status == "finished":
         folder.update(status="trained")
@@ -86,9 +89,10 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         # neither number.
         if (before := run.get("processes", 1)) not in (None, num_ranks):
             raise UserError(
-                f"{folder}: contains an unfinished run of {before} process{'es' * (before > 1)}, not of {num_ranks}. "
-                f"Resume with --processes {before}, convert the run's last checkpoint with `soren-align reshard "
-                f"{folder}`, or replace the run with --overwrite"
+                f"{folder}: contains an unfinished run of {before} process{'es' * (before > 1)},"
+                f" not of {num_ranks}. Resume with --processes {before}, convert the run's last"
+                f" checkpoint with `soren-align reshard {folder}`, or replace the run with"
+                " --overwrite"
             )
         folder.update(processes=num_ranks)
     # Written again: keys that do not belong to the training, such as the evaluation's, may have

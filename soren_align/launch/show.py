@@ -157,7 +157,10 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
         # Publishing scores of too few questions would be the next mistake, so that `push` is not
         # offered.
         if few := [column for column in own["scores"] if has_too_few(own, column)]:
-            remedy = f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and evaluate again"
+            remedy = (
+                f"add questions to the suite {results['suite']}, {MIN_QUESTIONS} or more, and"
+                " evaluate again"
+            )
             return f"{', '.join(few)}: {TOO_FEW} to compare models; {remedy}", [
                 *chat,
                 f"soren-align eval {run}",
@@ -312,7 +315,8 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
     drawn = [(name, curves) for name, curves in named if curves.by_key]
     if not drawn:
         raise UserError(
-            f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller trainer.logging_steps"
+            f"{', '.join(map(str, folders))}: training logged no loss; train again with a smaller"
+            " trainer.logging_steps"
         )
     for folder in [
         folder for folder, (_, run) in zip(folders, named, strict=True) if not run.by_key

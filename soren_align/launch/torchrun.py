@@ -27,7 +27,8 @@ STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
 """Environment variable of ranks that `start` started: they record their errors and do not print
 them."""
 SHUTDOWN_SECONDS = 270
-"""Seconds in which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
+"""Seconds in which ranks may write a checkpoint after a signal, unless
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT is
 set: Slurm's scripts leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are
 not written."""
 _LOST = (LostRankError.kind, SilentRankError.kind)
@@ -70,7 +71,8 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     except SignalException as error:
         return Failure(
             130,
-            f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume",
+            f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to"
+            " resume",
         )
     except ChildFailedError as error:
         failures = error.failures
@@ -116,7 +118,10 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     if failure.exitcode == 2 or kind in _LOST:
         return Failure(failure.exitcode, message, record.get("resumable", False), kind)
     trace = record.get("extraInfo", {}).get("py_callstack", "").rstrip()
-    message = f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped".lstrip()
+    message = (
+        f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were"
+        " stopped".lstrip()
+    )
     return Failure(1, message)
 
 

@@ -229,8 +229,8 @@ class HTMuon(RegisteredMap, name="htmuon"):
 
 
 def optimizer_of(record: SpectralMap) -> type[RegisteredMap]:
-    """The optimizer that a map's record alone defines: W <- W - lr * U f(S) V^T. Arguments: `Soren`,
-    and the record's settings.
+    """The optimizer that a map's record alone defines: W <- W - lr * U f(S) V^T.
+    Arguments: `Soren`, and the record's settings.
     """
 
     def construct(

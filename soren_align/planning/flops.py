@@ -52,8 +52,8 @@ PEAKS: dict[str, dict[str, float]] = {
 """FLOP/s by the precision of the factors, dense, of NVIDIA's data sheets: SXM modules, and the
 L40S, a PCIe card."""
 UTILIZATION = 0.4
-"""Share of the peak that models of billions of parameters reach: an assumption. The paper's 23 minutes for 5,000
-steps of LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
+"""Share of the peak that models of billions of parameters reach: an assumption. The paper's 23
+minutes for 5,000 steps of LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
 CORE_FLOPS = 40e9
 """FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core
 (recipes/studies/README.md)."""
@@ -114,10 +114,10 @@ class Compute:
             else:
                 parts = ((of_passes, compute_dtype(recipe)), (of_maps, ranks["map_precision"]))
                 hours = {
-                    name: sum(
-                        flops / (UTILIZATION * peaks[precision]) for flops, precision in parts
+                    name: (
+                        sum(flops / (UTILIZATION * peaks[precision]) for flops, precision in parts)
+                        / 3600
                     )
-                    / 3600
                     for name, peaks in PEAKS.items()
                 }
                 assumption = f"{UTILIZATION:.0%} of the peak"
@@ -182,7 +182,8 @@ def compute(
                     block = build_model([0], torch.float32)
                 if any(type(module).__name__.endswith("MambaMixer") for module in block.modules()):
                     raise ValueError(
-                        "without a GPU the model takes one step per token, which is too slow to measure"
+                        "without a GPU the model takes one step per token, which is too slow to"
+                        " measure"
                     )
             num_joined = joined_sequences(recipe)
             sequences = (
@@ -251,8 +252,8 @@ class Passes:
         """
 
         def peaks(blocks: Sequence[int]) -> tuple[int, int]:
-            """Return the peaks of the forward and of the backward pass: each is linear in the blocks, their maximum
-            may not be.
+            """Return the peaks of the forward and of the backward pass: each is linear in the
+            blocks, their maximum may not be.
             """
             with self._fake_model(blocks, batch_size, length) as forward, Meter() as meter:
                 loss = forward()
@@ -263,7 +264,9 @@ class Passes:
         return max(self._totals(peaks))
 
     def num_flops(self, batch_size: int, length: int, backward: bool = True) -> int:
-        """Return the FLOPs of all matrix products of one pass; attention is counted without its mask."""
+        """Return the FLOPs of all matrix products of one pass; attention is counted without its
+        mask.
+        """
 
         def flops(blocks: Sequence[int]) -> tuple[int]:
             counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM_FLOPS)

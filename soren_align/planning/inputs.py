@@ -60,8 +60,9 @@ def load_inputs(
         return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices)
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
-        f"the hub is out of reach, and a part of {paths} is not cached. The plan uses published numbers of "
-        "parameters and examples, counts no tokens, and checks neither the chat template nor the evaluation"
+        f"the hub is out of reach, and a part of {paths} is not cached. The plan uses published"
+        " numbers of parameters and examples, counts no tokens, and checks neither the chat"
+        " template nor the evaluation"
     )
     config = AutoConfig.from_pretrained(config_folder)
     return Inputs(config, name, None, num_published, num_published, (notice,))

@@ -115,7 +115,9 @@ class Rank:
         return -(-math.prod(shape) // self.num_ranks)
 
     def partition_numel(self, numel: int) -> int:
-        """Numbers of a flat group that a rank has under ZeRO 1 and 2, which DeepSpeed pads to twice the number of ranks."""
+        """Numbers of a flat group that a rank has under ZeRO 1 and 2, which DeepSpeed pads to twice
+        the number of ranks.
+        """
         return -(-numel // (2 * self.num_ranks)) * 2
 
     def sub_groups(self) -> list[Shapes]:

@@ -349,9 +349,9 @@ def _evaluation(
         "columns": [task.column for task in suite.tasks],
         "has_average": suite.average,
         "num_models": 2,
-        "num_requests_per_model": sum(task.requests or 0 for task in suite.tasks)
-        if is_counted
-        else None,
+        "num_requests_per_model": (
+            sum(task.requests or 0 for task in suite.tasks) if is_counted else None
+        ),
         "num_questions": None,
         "contamination": None,
     }
@@ -411,7 +411,8 @@ def _files(
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
 
-    # transformers counts checkpoints as it saves them: by steps, epochs, and the limit of those kept.
+    # transformers counts checkpoints as it saves them: by steps, epochs, and the limit of those
+    # kept.
     num_checkpoints = 0
     if strategy != "no":  # transformers saves the last step too
         every = every if every >= 1 else max(1, math.ceil(every * num_steps))
@@ -433,8 +434,9 @@ def _files(
     num_shards = 1 if mode.kind == "ddp" else ranks["num_processes"]
     states = sum(part["num_bytes"] for part in ranks["memory"] if part["name"] in _OF_THE_OPTIMIZER)
     disk = {
-        "model_bytes": numel
-        * (FLOAT32 if has_adapter else ITEMSIZE[recipe.run.save_dtype or own_dtype]),
+        "model_bytes": (
+            numel * (FLOAT32 if has_adapter else ITEMSIZE[recipe.run.save_dtype or own_dtype])
+        ),
         "checkpoint_bytes": weights + num_shards * states,
         "num_checkpoints": num_checkpoints,
         "start_bytes": numel * FLOAT32 if has_start else 0,
@@ -448,19 +450,21 @@ def _notices(
     notices = [*inputs.notices, *([few] if few else [])]
     if recipe.trainer.get("packing") and not inputs.account:
         notices.append(
-            "trainer.packing makes fewer and longer sequences, so the number of steps is an upper bound"
+            "trainer.packing makes fewer and longer sequences, so the number of steps is an upper"
+            " bound"
         )
     elif args.max_length is None and not inputs.account:
         notices.append(
-            "trainer.max_length is null: activations and FLOPs are those of examples with a guessed length of "
-            f"{UNBOUNDED_LENGTH:,} tokens"
+            "trainer.max_length is null: activations and FLOPs are those of examples with a"
+            f" guessed length of {UNBOUNDED_LENGTH:,} tokens"
         )
     num_joined = joined_sequences(recipe)
     if num_joined > 1 and args.max_length and num_joined * args.max_length >= LONG_SEQUENCE:
         notices.append(
-            f"without flash attention, the {num_joined} sequences of a micro-batch are one sequence of "
-            f"{num_joined * args.max_length:,} tokens, and attention is computed between all tokens; lower "
-            "trainer.per_device_train_batch_size, or write model.attn_implementation: flash_attention_2"
+            f"without flash attention, the {num_joined} sequences of a micro-batch are one sequence"
+            f" of {num_joined * args.max_length:,} tokens, and attention is computed between all"
+            " tokens; lower trainer.per_device_train_batch_size, or write"
+            " model.attn_implementation: flash_attention_2"
         )
     try:
         check_attention(recipe, inputs.config)

@@ -52,7 +52,10 @@ def print_plan(
         for number, file in enumerate(plan["files"]):
             write("" if number else "files", file)
     else:
-        contents = "learning rates by step, parameter groups, update sizes, memory by component, operations, files"
+        contents = (
+            "learning rates by step, parameter groups, update sizes, memory by component,"
+            " operations, files"
+        )
         write("more", f"--full: {contents}")
     for problem in plan["problems"]:  # why training would not start
         console.print()
@@ -68,7 +71,8 @@ def _print_steps(plan: dict[str, Any], console: Console, full: bool) -> None:
         epochs = f": {number} of {steps['per_epoch']:,} steps"
     write(
         "steps",
-        f"{steps['total']:,} optimizer steps{epochs}, global batch size {steps['global_batch_size']}",
+        f"{steps['total']:,} optimizer steps{epochs}, global batch size"
+        f" {steps['global_batch_size']}",
     )
     warmup = (
         f" after {steps['num_warmup_steps']:,} steps of warmup" if steps["num_warmup_steps"] else ""
@@ -125,8 +129,8 @@ def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
         if full and not compute["maps_are_counted"]:
             write(
                 "",
-                "the time of the maps is not included, because the operations of singular value decompositions are "
-                "not counted",
+                "the time of the maps is not included, because the operations of singular value"
+                " decompositions are not counted",
             )
 
 
@@ -164,7 +168,10 @@ def _print_model_and_data(
     write("data", f"{data['source']['path']}: {data['layout']}")
     lines = []
     if data["is_streamed"]:
-        unknown = "streamed: the number of examples is unknown; the counts are of the first 1,000 of each split"
+        unknown = (
+            "streamed: the number of examples is unknown; the counts are of the first 1,000 of each"
+            " split"
+        )
         lines += [unknown, *reads]
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
@@ -237,7 +244,8 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
         if weight:
             write(
                 "",
-                f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical weight",
+                f"ulps: update RMS / {plan['update_dtype']} spacing near {weight:g}, a typical"
+                " weight",
             )
             meaning = f"update RMS, summed over all steps and divided by {weight:g}"
             write("", f"sum / {weight:g}: {meaning}; an upper bound of the relative change")
@@ -264,9 +272,10 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
     num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:
         notice = (
-            f"in {num_lost} of {sum(size['tensors'] for size in sizes)} tensors, all updates together are smaller than "
-            f"half a bfloat16 ulp of a weight of {weight:g}. If the model is saved or run in bfloat16, most of these "
-            "weights do not change; use a larger learning rate"
+            f"in {num_lost} of {sum(size['tensors'] for size in sizes)} tensors, all updates"
+            f" together are smaller than half a bfloat16 ulp of a weight of {weight:g}. If the"
+            " model is saved or run in bfloat16, most of these weights do not change; use a larger"
+            " learning rate"
         )
         write("notice", notice)
 
@@ -287,7 +296,8 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     if not is_alone:
         write(
             "",
-            f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}",
+            f"global batch size {section['global_batch_size']}:"
+            f" {section['global_batch_size_factors']}",
         )
         if not section["global_batch_size_is_set"]:
             write("", "without run.global_batch_size, this size grows with the number of processes")
@@ -315,7 +325,8 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     gradients = section["gradient_bytes_sent"]
     write(
         "",
-        f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}",
+        f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in"
+        f" {gradients['dtype']}",
     )
 
 
@@ -394,7 +405,8 @@ def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
         number = f"the first {evaluation['limit']} questions of each task"
     write(
         "eval",
-        f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}",
+        f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model:"
+        f" {number}",
     )
     overlaps = evaluation.get("contamination") or {}
     if overlaps and not any(overlap["overlapping"] for overlap in overlaps.values()):

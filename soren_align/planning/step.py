@@ -31,10 +31,13 @@ from .flops import Compute
 from .memory import FLOAT32, ITEMSIZE, Component, Location, ModelSizes, Phase, Rank, components
 
 NOT_INCLUDED = (
-    "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the allocator; on GPUs about "
-    "0.5 GB of CUDA and 0.5 to 1.5 GB of NCCL"
+    "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the"
+    " allocator; on GPUs about 0.5 GB of CUDA and 0.5 to 1.5 GB of NCCL"
 )
-NOT_INCLUDED_ON_CPU = "padding, the process itself, about 0.7 GB (Python, torch, TRL), the pages of weight files while they load"
+NOT_INCLUDED_ON_CPU = (
+    "padding, the process itself, about 0.7 GB (Python, torch, TRL), the pages of weight files"
+    " while they load"
+)
 """Measured: the peak of the quickstart, whose model has 100,000 parameters, is 0.68 GB (Linux,
 torch 2.13)."""
 LOCATIONS: tuple[Location, ...] = ("device", "cpu")
@@ -147,8 +150,8 @@ def step_cost(rank: Rank, bucket_mb: float = BUCKET_MB) -> StepCost:
 
 
 def _map_flops(plan: ExchangePlan, rank: Rank) -> tuple[Sequence[int], bool]:
-    """Return the FLOPs of each weight's map, and whether no map is a decomposition: then they are the default map's, by
-    which owner ranks are assigned.
+    """Return the FLOPs of each weight's map, and whether no map is a decomposition: then they are
+    the default map's, by which owner ranks are assigned.
     """
     spectral_map, settings = rank.optimizer.spectral_map, rank.optimizer.map_settings
     flops = []

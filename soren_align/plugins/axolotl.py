@@ -39,13 +39,13 @@ class SorenPlugin(BasePlugin):
         """Set the factory and its settings. Raises UserError for keys that would have no effect."""
         if trainer.optimizer_cls_and_kwargs is not None:
             raise UserError(
-                f"optimizer: is {cfg.optimizer}, which has no effect with SorenPlugin; remove this key, and name the "
-                "optimizer with soren_align: {name: muon}"
+                f"optimizer: is {cfg.optimizer}, which has no effect with SorenPlugin; remove this"
+                " key, and name the optimizer with soren_align: {name: muon}"
             )
         if keys := [key for key in IGNORED if getattr(cfg, key) is not None]:
             raise UserError(
-                f"{', '.join(keys)}: has no effect with SorenPlugin; remove this key. The learning rate of the "
-                "parameters that AdamW updates is soren_align: {aux_lr: ...}"
+                f"{', '.join(keys)}: has no effect with SorenPlugin; remove this key. The learning"
+                " rate of the parameters that AdamW updates is soren_align: {aux_lr: ...}"
             )
         settings = completed_settings(cfg.soren_align or {}, trainer.args)
         trainer.optimizer_cls_and_kwargs = (OptimizerFactory, settings)

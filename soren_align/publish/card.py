@@ -394,9 +394,9 @@ def public_results(folder: Path, run: RunFolder, recipe: Recipe) -> tuple[Result
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
         title = re.sub(r": on the data in .*", ": on local data", title, flags=re.DOTALL)
-    return public(results | {"title": title, "rows": rows, "settings": settings}), own[
-        0
-    ] if own else None
+    return public(results | {"title": title, "rows": rows, "settings": settings}), (
+        own[0] if own else None
+    )
 
 
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
@@ -432,23 +432,27 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "optimizer": f"{name} on {matrices}matrices{share}, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
-        "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}"
-        if early
-        else None,
-        "validation perplexity": validation
-        and f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens",
-        "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}"
-        if best
-        else None,
-        "benchmarks during training": _benchmarks(record["benchmark"])
-        if "benchmark" in record
-        else None,
-        "processes": f"{processes} ({record['parallel']}, {device})"
-        if processes > 1
-        else f"1 ({device})",
+        "ended early": (
+            f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None
+        ),
+        "validation perplexity": (
+            validation
+            and f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens"
+        ),
+        "model of step": (
+            f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None
+        ),
+        "benchmarks during training": (
+            _benchmarks(record["benchmark"]) if "benchmark" in record else None
+        ),
+        "processes": (
+            f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})"
+        ),
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
-        "dtype": f"{', '.join(parameters['dtype'])} in training"
-        + (f", saved in {saved}" if saved else ""),
+        "dtype": (
+            f"{', '.join(parameters['dtype'])} in training"
+            + (f", saved in {saved}" if saved else "")
+        ),
         "seeds": ", ".join(f"{key} {value}" for key, value in seeds.items() if value is not None),
         "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "commit": record.get("commit"),

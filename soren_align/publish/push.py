@@ -66,7 +66,8 @@ def push(
     # Everything that can fail without the network is checked before anything is uploaded.
     if repo.count("/") != 1:
         raise UserError(
-            f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a name"
+            f"{repo}: is no OWNER/NAME; write a user or an organization of the hub, a slash and a"
+            " name"
         )
     try:
         validate_repo_id(repo)
@@ -97,7 +98,8 @@ def push(
             # exist_ok does not change an existing repository
             if private and not api.model_info(repo).private:
                 raise UserError(
-                    f"{repo}: exists already and is public; choose another name, or remove --private"
+                    f"{repo}: exists already and is public; choose another name, or remove"
+                    " --private"
                 )
             if revision:
                 api.create_branch(repo, branch=revision, exist_ok=True)
@@ -136,7 +138,8 @@ def _stage(
             left_out += [file.name] if file.name not in ("README.md", *shown) else []
         elif file.is_symlink():
             raise UserError(
-                f"{file}: is a symbolic link, whose target may not belong to the model; replace the link by the file"
+                f"{file}: is a symbolic link, whose target may not belong to the model; replace the"
+                " link by the file"
             )
         elif file.is_file():
             # Libraries write the folder that they loaded a model from. Tokens and other values may
@@ -174,16 +177,18 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
         raise UserError(f"{run}: {run.why_no_model()}")
     if record["status"] != "finished":
         raise UserError(
-            f"{run}: the run is not finished (status: {record['status']}); rerun the run's command, with --no-eval to "
-            "skip the evaluation"
+            f"{run}: the run is not finished (status: {record['status']}); rerun the run's command,"
+            " with --no-eval to skip the evaluation"
         )
     if (run.merged if merged else run.model).is_symlink():
         raise UserError(
-            f"{run.merged if merged else run.model}: is a symbolic link; replace the link by the folder"
+            f"{run.merged if merged else run.model}: is a symbolic link; replace the link by the"
+            " folder"
         )
     if not any(run.model.glob("*.safetensors")):
         raise UserError(
-            f"{run}: has no model, because {run.model} contains no .safetensors file; train again with --overwrite"
+            f"{run}: has no model, because {run.model} contains no .safetensors file; train again"
+            " with --overwrite"
         )
     adapter = adapter_config(run.model)
     if merged and adapter is None:
@@ -193,14 +198,19 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
     if merged:
         if not run.is_merged():
             raise UserError(
-                f"{run.merged}: was not merged from this run's adapter; run `soren-align merge {run}` first"
+                f"{run.merged}: was not merged from this run's adapter; run `soren-align merge"
+                f" {run}` first"
             )
         return run.merged
     if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():
-        remedy = f"Merge the adapter with `soren-align merge {run}`, and push the merged model with --merged"
+        remedy = (
+            f"Merge the adapter with `soren-align merge {run}`, and push the merged model with"
+            " --merged"
+        )
         if run.is_merged():
             remedy = f"Push the merged model {run.merged} with --merged"
         raise UserError(
-            f"{run}: the base model is a folder on this machine, which other users do not have. {remedy}"
+            f"{run}: the base model is a folder on this machine, which other users do not have."
+            f" {remedy}"
         )
     return run.model

@@ -32,8 +32,8 @@ from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
 TWO_WAYS = (
-    "is already a LoRA adapter. To continue its training, remove model.lora. To train a new adapter, run "
-    "`soren-align merge RUN` and start from RUN/merged"
+    "is already a LoRA adapter. To continue its training, remove model.lora. To train a new"
+    " adapter, run `soren-align merge RUN` and start from RUN/merged"
 )
 
 
@@ -185,7 +185,10 @@ def _check_model(raw: _Raw) -> None:
     if (template := raw.path("model", "chat_template")) is not None:
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
-            remedy = f"write {', '.join(known)}, or the path of a .jinja file{did_you_mean(template, known)}"
+            remedy = (
+                f"write {', '.join(known)}, or the path of a .jinja"
+                f" file{did_you_mean(template, known)}"
+            )
             raw.report(("model", "chat_template"), f"found {template!r}; {remedy}")
         elif template not in known and not file.is_file():
             message = f"no file {template}; correct the path"
@@ -226,7 +229,10 @@ def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
             raw.report(("model", "lora"), f"{model} {TWO_WAYS}")
         is_sharded = name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml"))
         if is_sharded and (adapts or isinstance(lora, dict)):
-            message = f"an adapter needs ddp, zero1 or zero2, but run.parallel is {name}; change run.parallel"
+            message = (
+                f"an adapter needs ddp, zero1 or zero2, but run.parallel is {name}; change"
+                " run.parallel"
+            )
             raw.report(("model", "name_or_path" if adapts else "lora"), message)
     try:
         recorded = recorded_quantization(model)
@@ -239,10 +245,16 @@ def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
         return
     exists = not is_local(model) or resolve_path(model).is_dir()
     if exists and not adapts and not isinstance(lora, dict):
-        message = "quantized weights cannot be trained; add `lora: {r: 16}` to train an adapter, or remove this key"
+        message = (
+            "quantized weights cannot be trained; add `lora: {r: 16}` to train an adapter, or"
+            " remove this key"
+        )
         raw.report(("model", "quantize"), message)
     if recorded and quantize and quantize != recorded.quantize:
-        message = f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; remove this key"
+        message = (
+            f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; remove"
+            " this key"
+        )
         raw.report(("model", "quantize"), message)
     if name != "ddp":
         message = f"quantized weights need ddp, but run.parallel is {name}; write run.parallel: ddp"
@@ -277,11 +289,17 @@ def _check_optimizer(raw: _Raw) -> None:
         None,
         "none",
     ):
-        message = "has no effect without a second moment; write `second_moment: rows` or `elements`, or remove this key"
+        message = (
+            "has no effect without a second moment; write `second_moment: rows` or `elements`, or"
+            " remove this key"
+        )
         raw.report(("optimizer", "second_moment_beta"), message)
     scale = section.get("adjust_lr_fn")
     if section.get("match_rms") is not None and scale in ("none", "original"):
-        message = f"has no effect with `adjust_lr_fn: {scale}`; write a match_rms_ scale, or remove this key"
+        message = (
+            f"has no effect with `adjust_lr_fn: {scale}`; write a match_rms_ scale, or remove"
+            " this key"
+        )
         raw.report(("optimizer", "match_rms"), message)
     precision, spectral_map = raw.text("optimizer", "precision"), section.get("map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(
@@ -332,9 +350,10 @@ def _check_precision(raw: _Raw) -> None:
         raw.report(where, f"an adapter's factors are float32 and need no compensation; {remedy}")
     elif not has_masters and not adapts and compensation is None:
         message = (
-            "rounding to bfloat16 loses most small updates. Write float32 (`trainer: {bf16: true}` still gives "
-            "bfloat16 arithmetic), or add `optimizer: {compensation: kahan}`, which stores the rounding errors. To "
-            "ignore these losses, add `optimizer: {compensation: none}`"
+            "rounding to bfloat16 loses most small updates. Write float32 (`trainer: {bf16: true}`"
+            " still gives bfloat16 arithmetic), or add `optimizer: {compensation: kahan}`, which"
+            " stores the rounding errors. To ignore these losses, add `optimizer: {compensation:"
+            " none}`"
         )
         raw.report(("model", "dtype"), message)
     elif has_masters and compensation == "kahan":
@@ -342,7 +361,10 @@ def _check_precision(raw: _Raw) -> None:
             where, f"{name} updates float32 master weights, which need no compensation; {remedy}"
         )
     elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
-        message = f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16: true}}`"
+        message = (
+            f"under {name}, bfloat16 weights get float32 master weights only with `trainer: {{bf16:"
+            " true}`"
+        )
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
 
 
@@ -357,16 +379,22 @@ def _check_perturbation(raw: _Raw, dtype: str | None, kind: str | None) -> None:
     with suppress(UserError):  # reported at model.name_or_path
         recorded = start and recorded_quantization(start)
     if raw.text("model", "quantize") or recorded:
-        message = "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or model.quantize"
+        message = (
+            "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or"
+            " model.quantize"
+        )
         raw.report(key, message)
     elif dtype == "bfloat16":
         message = (
-            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with `trainer: "
-            "{bf16: true}` the arithmetic is bfloat16 all the same)"
+            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with"
+            " `trainer: {bf16: true}` the arithmetic is bfloat16 all the same)"
         )
         raw.report(key, message)
     if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
-        message = "DeepSpeed rounds the weights before it makes the float32 master weights, and the change is lost;"
+        message = (
+            "DeepSpeed rounds the weights before it makes the float32 master weights, and the"
+            " change is lost;"
+        )
         raw.report(key, f"{message} write run.parallel: ddp or fsdp2, or trainer.bf16: false")
 
 
@@ -377,7 +405,10 @@ def _check_training(raw: _Raw) -> None:
         run.get("global_batch_size") is not None
         and trainer.get("gradient_accumulation_steps") is not None
     ):
-        message = "is computed from run.global_batch_size, which this recipe sets too; remove one of the two keys"
+        message = (
+            "is computed from run.global_batch_size, which this recipe sets too; remove one of the"
+            " two keys"
+        )
         raw.report(("trainer", "gradient_accumulation_steps"), message)
     is_packed = trainer.get("packing") is True
     if is_packed and trainer.get("max_length", 0) is None:
@@ -385,12 +416,15 @@ def _check_training(raw: _Raw) -> None:
         raw.report(("trainer", "max_length"), message)
     if trainer.get("eval_packing") is True and not is_packed:
         message = (
-            "without `packing: true`, TRL gives packed held-out examples no position ids, so that the examples would "
-            "attend to each other; remove this key, or write packing: true"
+            "without `packing: true`, TRL gives packed held-out examples no position ids, so that"
+            " the examples would attend to each other; remove this key, or write packing: true"
         )
         raw.report(("trainer", "eval_packing"), message)
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
-        message = "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove this key"
+        message = (
+            "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove"
+            " this key"
+        )
         raw.report(("trainer", "use_liger_kernel"), message)
     _check_evaluations(raw)
     _check_parallel(raw)
@@ -400,12 +434,16 @@ def _check_training(raw: _Raw) -> None:
         if file.suffix not in PROMPT_FILES:
             raw.report(
                 key,
-                f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})",
+                f"found {prompts!r}; write a list of texts, or a file"
+                f" ({' or '.join(PROMPT_FILES)})",
             )
         elif not file.is_file():
             raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
     if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
-        message = f"run.parallel {where} shards the weights, so no process can generate samples; remove run.samples"
+        message = (
+            f"run.parallel {where} shards the weights, so no process can generate samples; remove"
+            " run.samples"
+        )
         raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
@@ -430,7 +468,10 @@ def _check_evaluations(raw: _Raw) -> None:
         and benchmark.get("every") is None
         and (held_out is None or strategy in ("no", False))
     ):
-        message = "without `every`, benchmarks are measured at evaluations, of which there are none; write `every`, "
+        message = (
+            "without `every`, benchmarks are measured at evaluations, of which there are none;"
+            " write `every`, "
+        )
         raw.report(
             ("run", "benchmark"),
             message + "the number of steps between two measurements, or add data.eval",
@@ -449,10 +490,14 @@ def _check_evaluations(raw: _Raw) -> None:
         if not benchmark:
             raw.report(
                 key,
-                f"found {metric!r}, which needs run.benchmark; add this section, or name another metric",
+                f"found {metric!r}, which needs run.benchmark; add this section, or name another"
+                " metric",
             )
         elif benchmark.get("every") is not None:
-            message = "checkpoints are compared at the evaluations of trainer.eval_strategy, but run.benchmark.every "
+            message = (
+                "checkpoints are compared at the evaluations of trainer.eval_strategy, but"
+                " run.benchmark.every "
+            )
             raw.report(key, message + "sets other steps; remove run.benchmark.every")
     elif metrics and name and name not in metrics:
         message = (
@@ -485,7 +530,10 @@ def _check_parallel(raw: _Raw) -> None:
     """
     config = raw.parallel
     if config and config.kind == "fsdp2" and raw.get("trainer", "use_cpu"):
-        reason = "accelerate shards only on GPUs, and would silently train with DDP under trainer.use_cpu"
+        reason = (
+            "accelerate shards only on GPUs, and would silently train with DDP under"
+            " trainer.use_cpu"
+        )
         raw.report(
             ("run", "parallel"), f"{reason}; write ddp or a ZeRO stage, or remove trainer.use_cpu"
         )
@@ -534,12 +582,17 @@ _NEEDS_ALL = "needs all examples before training, but data.streaming reads them 
 NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_train_epochs": (
         (None,),
-        "with data.streaming, the number of examples is unknown; remove this key and write max_steps",
+        (
+            "with data.streaming, the number of examples is unknown; remove this key and write"
+            " max_steps"
+        ),
     ),
     "dataloader_num_workers": (
         (None, 0),
-        "with data.streaming, the training process itself reads the data, so that a resumed run continues at the exact "
-        "example; remove this key",
+        (
+            "with data.streaming, the training process itself reads the data, so that a resumed run"
+            " continues at the exact example; remove this key"
+        ),
     ),
     "precompute_ref_log_probs": ((None, False), f"{_NEEDS_ALL}; remove this key"),
     "train_sampling_strategy": ((None, "random"), f"{_NEEDS_ALL}; remove this key"),
@@ -574,5 +627,8 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
         name, path = split.get("split"), split.get("path")
         is_part = isinstance(name, str) and ("[" in name or "+" in name)
         if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
-            message = "only a whole split can be streamed; write a whole split and a limit, or a list of splits"
+            message = (
+                "only a whole split can be streamed; write a whole split and a limit, or a list of"
+                " splits"
+            )
             yield (*at, "split"), message

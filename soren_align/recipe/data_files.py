@@ -64,7 +64,8 @@ def data_files(path: str) -> dict[str, Path]:
             )
         if data_suffix(place) not in SUFFIXES:
             raise UserError(
-                f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {FILE_KINDS}"
+                f"{path}: '{place.suffix}' files cannot be read; convert the file to one of"
+                f" {FILE_KINDS}"
             )
         return {path: place}
     # A slip such as `path: /` must not walk over a whole disk.
@@ -85,7 +86,8 @@ def data_files(path: str) -> dict[str, Path]:
     ]
     if not files:
         raise UserError(
-            f"{path}: has no data file; name a folder with files of one of these kinds: {FILE_KINDS}"
+            f"{path}: has no data file; name a folder with files of one of these kinds:"
+            f" {FILE_KINDS}"
         )
     root = _root(path)
     start = root if is_pattern else Path(path)

@@ -135,7 +135,8 @@ def _name_columns(
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
         raise UserError(
-            "--question, --answer: are for sft on one file; write `columns` into the recipe's data section"
+            "--question, --answer: are for sft on one file; write `columns` into the recipe's data"
+            " section"
         )
     split: dict[str, Any] = train if isinstance(train, dict) else {}
     may_name = is_named or (name_or_path is None and task == "sft" and "columns" not in split)
@@ -161,8 +162,8 @@ def load_for_model(
 ) -> Recipe:
     """The recipe of an SFT of `model` without a recipe's file, whose data are not to be read.
 
-    A folder may lack weights and tokenizer (`refuse_unusable` names these); it has a config.json, or
-    an adapter.
+    A folder may lack weights and tokenizer (`refuse_unusable` names these); it has a config.json,
+    or an adapter.
     """
     values = [
         "data.eval=null",
@@ -344,7 +345,8 @@ def _drop_foreign_keys(
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
         notify(
-            f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have"
+            f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does"
+            " not have"
         )
     for key in foreign:
         del section[key]

@@ -62,7 +62,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         raise UserError(f"{folder}: {ADAPTER} is not a JSON object; restore this file")
     if not (file.parent / "adapter_model.safetensors").is_file():
         raise UserError(
-            f"{folder}: the adapter has no adapter_model.safetensors; save its weights as safetensors"
+            f"{folder}: the adapter has no adapter_model.safetensors; save its weights as"
+            " safetensors"
         )
     name = config.get("base_model_name_or_path")
     if not name:
@@ -71,7 +72,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         )
     if config.get("peft_type") != "LORA":
         raise UserError(
-            f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter instead"
+            f"{folder} is an adapter of type {config.get('peft_type')!s:.40}; name a LoRA adapter"
+            " instead"
         )
     # PEFT checks no types, and allocates an adapter's rank before it reads the weights: a huge `r`
     # would take tens of GB (notes/log.md).
@@ -84,7 +86,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         ) from None
     if not isinstance(name, str) or not name.isprintable():
         raise UserError(
-            f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub name"
+            f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub"
+            " name"
         )
     beside, base = file.parent.parent / "start", resolve_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
@@ -92,8 +95,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         name = str(beside.resolve())
     elif (base / ADAPTER).is_file():
         raise UserError(
-            f"{file.parent}: the base model {name} is an adapter too; merge {name}, and write the merged model's "
-            f"folder as base_model_name_or_path into {ADAPTER}"
+            f"{file.parent}: the base model {name} is an adapter too; merge {name}, and write the"
+            f" merged model's folder as base_model_name_or_path into {ADAPTER}"
         )
     return config | {"base_model_name_or_path": name}
 
@@ -320,6 +323,7 @@ def refuse_unreachable(recipe: Recipe) -> None:
             else f"{constants.ENDPOINT} does not answer"
         )
         raise OutOfReach(
-            f"model {name}: is neither a folder nor in the cache, and {reason}; run `hf download {name} --local-dir "
-            "FOLDER` on a machine with a network, and write FOLDER as model.name_or_path on this machine"
+            f"model {name}: is neither a folder nor in the cache, and {reason}; run `hf download"
+            f" {name} --local-dir FOLDER` on a machine with a network, and write FOLDER as"
+            " model.name_or_path on this machine"
         )

@@ -149,9 +149,13 @@ class OptimizerSection(Section):
     main_keys: ClassVar[dict[type, str]] = {str: "name"}
     other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
     hints: ClassVar[dict[str, str]] = {
-        "lora_update": "unknown key; remove it: the two factors of an adapter are updated as separate matrices",
-        "states": "unknown key; remove it, because states are float32. To save memory, write `momentum_dtype: "
-        "bfloat16`, which halves the momentum of matrices",
+        "lora_update": (
+            "unknown key; remove it: the two factors of an adapter are updated as separate matrices"
+        ),
+        "states": (
+            "unknown key; remove it, because states are float32. To save memory, write"
+            " `momentum_dtype: bfloat16`, which halves the momentum of matrices"
+        ),
     }
     removed: ClassVar[dict[str, Any]] = {"states": "float32", "lora_update": "factors"}
     """Keys of earlier versions, with the only value that is still possible."""
@@ -336,8 +340,9 @@ class SorenSettings(MatrixOptimizer):
     """The dtype of the numbers that the map's matrix products multiply. The products are summed in
     float32. `auto`: float16 for minimax on a GPU if the matrix has at least 64 rows, otherwise
     float32. In an emulation on recorded momenta, the float16 update differs from the float32 update
-    by less than 1%. `minimax` and maps of polynomials (`soft_sign`, `file`, ...) accept all values. `sns` accepts auto, float32
-    and bfloat16. `released` accepts auto and float32. `exact` accepts only auto."""
+    by less than 1%. `minimax` and maps of polynomials (`soft_sign`, `file`, ...) accept all values.
+    `sns` accepts auto, float32 and bfloat16. `released` accepts auto and float32. `exact` accepts
+    only auto."""
 
     @property
     def spectral_map(self) -> SpectralMap:

@@ -26,7 +26,10 @@ _FILLED = {
     "gradient_clipping": "trainer.max_grad_norm",
 }
 _ELSEWHERE = {
-    "optimizer": "the recipe's optimizer section sets the optimizer, and DeepSpeed would use its own optimizer instead",
+    "optimizer": (
+        "the recipe's optimizer section sets the optimizer, and DeepSpeed would use its own"
+        " optimizer instead"
+    ),
     "scheduler": "trainer.lr_scheduler_type sets the schedule",
     "pipeline": "soren-align divides only data among the processes, not layers",
     "tensor_parallel": "soren-align divides only data among the processes, not matrices",
@@ -34,7 +37,9 @@ _ELSEWHERE = {
 }
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
-    "round_robin_gradients": "with this key DeepSpeed writes wrong numbers into universal checkpoints",
+    "round_robin_gradients": (
+        "with this key DeepSpeed writes wrong numbers into universal checkpoints"
+    ),
     **dict.fromkeys(
         ("zenflow", "super_offload"), "this key updates parameters outside of the optimizer"
     ),
@@ -98,9 +103,9 @@ def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
     if shared.kind != "zero" or (dtype := shared.gradient_dtype(compute_dtype)) == "float32":
         return []
     return [
-        f"run.parallel: {name_or_path} averages the gradients of all processes in {dtype}. The rounding errors grow "
-        'with the number of processes, and the maps amplify these errors; write "communication_data_type": "fp32" into '
-        f"{name_or_path} (docs/distributed.md)"
+        f"run.parallel: {name_or_path} averages the gradients of all processes in {dtype}. The"
+        " rounding errors grow with the number of processes, and the maps amplify these errors;"
+        f' write "communication_data_type": "fp32" into {name_or_path} (docs/distributed.md)'
     ]
 
 
@@ -133,7 +138,8 @@ def parallel(name_or_path: str) -> Parallel:
     )
     if not isinstance(config, dict):
         raise UserError(
-            f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or accelerate"
+            f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or"
+            " accelerate"
         )
     if path.suffix == ".json":
         if wrong := list(_deepspeed_problems(config)):
@@ -203,17 +209,26 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
             yield f'{key}.enabled: trainer.{key} sets this value; write "auto"'
     sums_in = config.get("communication_data_type")
     if sums_in is not None and str(sums_in).lower() not in _COMMUNICATION:
-        yield f'communication_data_type: found {sums_in!r}; write "fp32", or {" or ".join([*_COMMUNICATION][1:])}'
+        yield (
+            f'communication_data_type: found {sums_in!r}; write "fp32", or'
+            f" {' or '.join([*_COMMUNICATION][1:])}"
+        )
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):
-        yield f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO, write run.parallel: ddp)"
+        yield (
+            f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO, write"
+            " run.parallel: ddp)"
+        )
         return
     for key, reason in _ZERO_UNSUPPORTED.items():
         if zero.get(key) and zero[key] != _OFF.get(key):
             yield f"zero_optimization.{key}: is not supported, because {reason}; remove this key"
     yield from _offload_problems(zero)
     if Parallel("zero", config).offloads and config.get("zero_force_ds_cpu_optimizer"):
-        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
+        yield (
+            "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's"
+            " optimizer; write false"
+        )
 
 
 def _offload_problems(zero: dict[str, Any]) -> Iterator[str]:
@@ -221,9 +236,15 @@ def _offload_problems(zero: dict[str, Any]) -> Iterator[str]:
         offload = zero.get(key) or {}
         where = f"zero_optimization.{key}"
         if offload.get("device") == "nvme":
-            yield f"{where}.device: nvme is not supported, because its tensors are empty between steps; write cpu"
+            yield (
+                f"{where}.device: nvme is not supported, because its tensors are empty between"
+                " steps; write cpu"
+            )
         if offload.get("ratio", 1) != 1:
-            yield f"{where}.ratio: found {offload['ratio']}, but only 1 (everything) is supported; remove this key"
+            yield (
+                f"{where}.ratio: found {offload['ratio']}, but only 1 (everything) is supported;"
+                " remove this key"
+            )
         if offload.get("super_offload"):
             reason = _ZERO_UNSUPPORTED["super_offload"]
             yield f"{where}.super_offload: is not supported, because {reason}; remove this key"
@@ -248,7 +269,10 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
         else:
             share = batch // num_ranks
             largest = max(d for d in range(1, min(share, per_device) + 1) if share % d == 0)
-            remedy = f"write trainer.per_device_train_batch_size: {largest}, or another divisor of {share}"
+            remedy = (
+                f"write trainer.per_device_train_batch_size: {largest}, or another divisor of"
+                f" {share}"
+            )
         raise UserError(
             f"run.global_batch_size: {batch} is not a multiple of {micro_batch} ({processes} with "
             f"trainer.per_device_train_batch_size {per_device}); {remedy}"
@@ -297,8 +321,9 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
     ):
         key = "trainer.per_device_train_batch_size"
     return (
-        f"the whole run has only {num_steps} optimizer step{'s' * (num_steps != 1)} of {size} {batch_unit(recipe)}, in "
-        f"which a model hardly changes. For more steps, lower {key} or raise trainer.num_train_epochs"
+        f"the whole run has only {num_steps} optimizer step{'s' * (num_steps != 1)} of {size}"
+        f" {batch_unit(recipe)}, in which a model hardly changes. For more steps, lower {key} or"
+        " raise trainer.num_train_epochs"
     )
 
 

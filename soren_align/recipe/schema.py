@@ -217,8 +217,10 @@ class Model(Section):
     hints: ClassVar[dict[str, str]] = {
         "load_in_4bit": "unknown key; did you mean `quantize: 4bit`?",
         "load_in_8bit": "unknown key; did you mean `quantize: 8bit`?",
-        "dtype": ". Rounding to bfloat16 loses small updates; for bfloat16 arithmetic with float32 parameters, write "
-        "`trainer: {bf16: true}`",
+        "dtype": (
+            ". Rounding to bfloat16 loses small updates; for bfloat16 arithmetic with float32"
+            " parameters, write `trainer: {bf16: true}`"
+        ),
     }
 
     name_or_path: Annotated[str, Field(min_length=1)]

@@ -39,11 +39,13 @@ IN_SECTIONS = {
     "output_dir": "write run.output_dir",
     "resume_from_checkpoint": "write run.resume",
     "model_init_kwargs": "write the keys of the model section",
-    "chat_template_path": "write model.chat_template instead (qwen2.5, zephyr, or the path of a "
-    ".jinja file)",
+    "chat_template_path": (
+        "write model.chat_template instead (qwen2.5, zephyr, or the path of a .jinja file)"
+    ),
     "eos_token": "write model.eos_token",
-    "dataset_text_field": "write data.train.columns instead, if the column with the text is not "
-    "named text",
+    "dataset_text_field": (
+        "write data.train.columns instead, if the column with the text is not named text"
+    ),
     **dict.fromkeys(
         ("dataset_kwargs", "remove_unused_columns"), "write the keys of the data section"
     ),
@@ -53,23 +55,28 @@ IN_SECTIONS = {
 }
 # Keys of TRL that a recipe has nowhere, with the reason.
 REFUSED = {
-    "trust_remote_code": "soren-align does not run a model's remote code; use a model that "
-    "transformers supports",
+    "trust_remote_code": (
+        "soren-align does not run a model's remote code; use a model that transformers supports"
+    ),
     **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), _PROGRESS),
     **dict.fromkeys(
         ("do_train", "do_eval", "do_predict"), "the command determines this value; remove this key"
     ),
     **dict.fromkeys(("accelerator_config", "local_rank"), _PROCESSES),
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; remove this key",
-    "ignore_data_skip": "a resumed run must train on the same examples as an uninterrupted run; "
-    "remove this key",
-    "auto_find_batch_size": "this key changes the batch size silently; write "
-    "per_device_train_batch_size",
+    "ignore_data_skip": (
+        "a resumed run must train on the same examples as an uninterrupted run; remove this key"
+    ),
+    "auto_find_batch_size": (
+        "this key changes the batch size silently; write per_device_train_batch_size"
+    ),
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _PUSH
     ),
-    "hub_token": "every run folder has a copy of the recipe, also of the token; remove this key "
-    "and set HF_TOKEN",
+    "hub_token": (
+        "every run folder has a copy of the recipe, also of the token; remove this key "
+        "and set HF_TOKEN"
+    ),
 }
 ELSEWHERE = IN_SECTIONS | REFUSED
 
@@ -222,8 +229,8 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
         values.get("report_to")
     ):
         wrong["hub_private_repo"] = (
-            "has an effect only with the tracker trackio; remove this key, and run `soren-align push RUN OWNER/NAME "
-            "--private` after training"
+            "has an effect only with the tracker trackio; remove this key, and run `soren-align"
+            " push RUN OWNER/NAME --private` after training"
         )
     return wrong
 
@@ -238,14 +245,20 @@ def _problem(task: str, key: str, value: Any) -> str | None:
         if other := next(
             (other.config for name, other in TASKS.items() if key in fields(name)), None
         ):
-            return f"is a key of TRL's {other}, but this is a recipe of the task {task}; remove this key"
+            return (
+                f"is a key of TRL's {other}, but this is a recipe of the task {task}; remove"
+                " this key"
+            )
         if key in RENAMED:
             return f"is no key of TRL's {config}; {RENAMED[key]}"
         return f"is no key of TRL's {config}{did_you_mean(key, known, 'remove this key')}"
     if key == "report_to" and _fits(value, known[key].types):
         return problem(value)
     if key == "truncation_mode" and value == "keep_end":
-        return "keep_end is deprecated in TRL, and its truncated examples could not be counted; remove this key"
+        return (
+            "keep_end is deprecated in TRL, and its truncated examples could not be counted; remove"
+            " this key"
+        )
     field = known[key]
     if field.choices:
         values = value if isinstance(value, list) else [value]
@@ -327,7 +340,10 @@ def problem(report_to: Any) -> str | None:
         if not isinstance(name, str):
             return f"found {name!r}; write none, or one of {', '.join(TRACKERS)}"
         if name == "all":
-            return "found 'all', which means other trackers on each machine; write a list of trackers, or none"
+            return (
+                "found 'all', which means other trackers on each machine; write a list of trackers,"
+                " or none"
+            )
         if name == "none":
             return "found 'none' beside other trackers; write none alone, or remove none"
         if name not in TRACKERS:

@@ -96,7 +96,8 @@ class Curves:
                 step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
                 best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
                 lines.append(
-                    f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step {last_step:g}{best}"
+                    f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step"
+                    f" {last_step:g}{best}"
                 )
         return lines
 
@@ -106,7 +107,8 @@ class Curves:
             return []
         (step, best), (last_step, last) = self.best, self.last
         return [
-            f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at step {last_step:g}"
+            f"the held-out loss was lowest at step {step:g} ({best:.4g}), and was {last:.4g} at"
+            f" step {last_step:g}"
         ]
 
 
@@ -234,7 +236,8 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
             values += [value for _, value in (*training, *held_out)]
             color = line_style(number, colors)["color"]
             first, second = (colors.muted, colors.lines[1]) if is_alone else (color, color)
-            # Of several runs, the held-out line has the run's name, and the training line is dotted.
+            # Of several runs, the held-out line has the run's name, and the training line is
+            # dotted.
             names = ["training", "held-out"] if is_alone else [None, printable(name)]
             if not is_alone and not held_out:
                 names[0] = f"{printable(name)}, training"

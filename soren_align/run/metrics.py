@@ -69,11 +69,11 @@ _ALL = (
     ),
     Metric(
         "map_cosine_to_muon",
-        "cosines of the angles between the map's output and Muon's exact update (all singular "
-        "values 1), and between the output and the momentum; means over the matrices that "
-        "`map_contrast` measures. With the sigmoid, the cosine to Muon's update is at least "
-        "0.943 ([proof](../research/studies/theorems.md#how-far-the-sigmoid-can-be-from-muon)). With "
-        "momentum SGD, the cosine to the momentum is 1",
+        "cosines of the angles between the map's output and Muon's exact update (all singular"
+        " values 1), and between the output and the momentum; means over the matrices that"
+        " `map_contrast` measures. With the sigmoid, the cosine to Muon's update is at least 0.943"
+        " ([proof](../research/studies/theorems.md#how-far-the-sigmoid-can-be-from-muon)). With"
+        " momentum SGD, the cosine to the momentum is 1",
         "map_cosine_to_momentum",
     ),
     Metric(
@@ -108,7 +108,8 @@ _ALL = (
     ),
     Metric(
         "kl_to_start",
-        r"KL divergence KL(start \|\| model) of the distributions of the next token, in nats. It is the mean over 256 "
+        r"KL divergence KL(start \|\| model) of the distributions of the next token, in nats. It is"
+        r" the mean over 256 "
         "answer tokens (the value of the key), which are evenly spaced over up to 64 held-out "
         "examples. The answer tokens are the tokens in the loss; in a preference pair, those of "
         "the chosen answer",

@@ -89,8 +89,8 @@ def spectra_of_run(
         source, spectra = _of_checkpoint(folder, globs)
     if not spectra and of != "momentum":
         raise UserError(
-            f"{folder}: has no spectra of gradients; train with --set run.log_spectra.steps=[1,100] "
-            "--set 'run.log_spectra.of=[momentum, gradient]' to record them"
+            f"{folder}: has no spectra of gradients; train with --set run.log_spectra.steps=[1,100]"
+            " --set 'run.log_spectra.of=[momentum, gradient]' to record them"
         )
     chosen = [s for s in spectra if any(fnmatchcase(s.name, glob) for glob in globs)]
     if not chosen:
@@ -116,8 +116,8 @@ def _recorded(file: Path) -> Iterator[Spectrum]:
             spectrum = Spectrum(str(record["name"]), int(record["step"]), (m, n), tuple(values), of)
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
-                f"{file}:{line_number}: invalid spectrum; restore the fields name, step, shape [m, n] "
-                "and min(m, n) singular_values, or remove the line"
+                f"{file}:{line_number}: invalid spectrum; restore the fields name, step, shape [m,"
+                " n] and min(m, n) singular_values, or remove the line"
             ) from None
         yield spectrum
 
@@ -247,9 +247,9 @@ def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
     rows = [row for measure in MEASURES for row in _mean_and_extreme(records, labels, *measure[1:])]
     header = ["", *(label.replace(" ", "\n") for label in labels)]
     about = (
-        "distance and cosine: between the outputs of the map and of the exact sigmoid. size: norm of the map's output,"
-        " divided by its norm if all singular values were 1/2. Muon's output is halved, as match_rms_adamw halves it."
-        " --full shows every matrix"
+        "distance and cosine: between the outputs of the map and of the exact sigmoid. size: norm"
+        " of the map's output, divided by its norm if all singular values were 1/2. Muon's output"
+        " is halved, as match_rms_adamw halves it. --full shows every matrix"
     )
     title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
     notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")

@@ -318,8 +318,8 @@ class _Direction:
 class _Bucket:
     """The weights of one bucket on this rank: gather, then batches, then arrived.
 
-    Both buffers are used twice: outputs are sent to where the map inputs came from. With `adapt` all
-    parts of outputs are returned on arrival, when the squares of all ranks can be added.
+    Both buffers are used twice: outputs are sent to where the map inputs came from. With `adapt`
+    all parts of outputs are returned on arrival, when the squares of all ranks can be added.
     """
 
     def __init__(

@@ -96,8 +96,9 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     unsupported = {
         "round_robin_gradients": "with this option DeepSpeed writes wrong universal checkpoints",
         "zenflow": "this option updates parameters outside of the optimizer",
-        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty (offload to "
-        "cpu instead)",
+        "swap_optimizer": (
+            "with optimizer states on NVMe the flat tensors are empty (offload to cpu instead)"
+        ),
     }
     for option, reason in unsupported.items():
         if getattr(zero, option, False):

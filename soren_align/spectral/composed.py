@@ -61,8 +61,8 @@ def _by_products(
     num_guarded: Tensor | int = 0
     if of != "nu":
         nu = unit
-        # The Gram matrix in the wanted unit. Its trace is |x|_F^2 / nu^2, so that no other norm of x
-        # is computed, and the host reads none.
+        # The Gram matrix in the wanted unit. Its trace is |x|_F^2 / nu^2, so that no other norm of
+        # x is computed, and the host reads none.
         trace = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=1.0)
         norm = nu * trace.sqrt()
         if of == "norm":

@@ -48,8 +48,8 @@ def _exists_on_rocm(device: torch.device) -> bool:
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         warnings.warn(
-            f"{device}: cannot multiply 16-bit factors with float32 sums ({reason}), so the maps use float32 factors, "
-            "which is slower",
+            f"{device}: cannot multiply 16-bit factors with float32 sums ({reason}), so the maps"
+            " use float32 factors, which is slower",
             stacklevel=2,
         )
         return False

@@ -199,8 +199,10 @@ MINIMAX = SpectralMap(
     name="minimax",
     title="minimax, our approximation",
     label="minimax {resolution:g}",
-    doc="A polynomial that differs from the sigmoid by at most 0.5%, for all singular values of at least "
-    "`resolution` times the norm of the matrix.",
+    doc=(
+        "A polynomial that differs from the sigmoid by at most 0.5%, for all singular values of at"
+        " least `resolution` times the norm of the matrix."
+    ),
     source="research/studies/minimax_polynomials.py",
     function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
     is_finite=True,
@@ -209,8 +211,10 @@ MINIMAX = SpectralMap(
         "resolution": Setting(
             default.RESOLUTION,
             choices=RESOLUTIONS,
-            doc="The smallest singular value, divided by the norm of the matrix, for which the polynomial is "
-            "accurate. 0.001 and 0.01 need fewer operations.",
+            doc=(
+                "The smallest singular value, divided by the norm of the matrix, for which the"
+                " polynomial is accurate. 0.001 and 0.01 need fewer operations."
+            ),
         )
     },
     precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
@@ -229,7 +233,10 @@ SNS = SpectralMap(
     name="sns",
     title="sns, the paper's Algorithm 1, K = {steps}",
     label="SNS K={steps}",
-    doc="Soft Newton-Schulz, the paper's Algorithm 1, which is less accurate than minimax and takes longer.",
+    doc=(
+        "Soft Newton-Schulz, the paper's Algorithm 1, which is less accurate than minimax and takes"
+        " longer."
+    ),
     source="the paper's Algorithm 1",
     function=lambda x, *, steps, precision, max_norm: _file("sns").guarded_soft_newton_schulz(
         x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16"
@@ -248,11 +255,14 @@ RELEASED = replace(  # the same steps from other starts
     name="released",
     title="released, the authors' code, K = {steps}",
     label="released K={steps}",
-    doc="The map of the authors' released code, which differs from the paper's map: the updates are smaller, and "
-    "closer to those of momentum SGD.",
+    doc=(
+        "The map of the authors' released code, which differs from the paper's map: the updates are"
+        " smaller, and closer to those of momentum SGD."
+    ),
     source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
     function=lambda x, *, steps, precision, max_norm: (_file("sns").released_sigmoid(x, steps), 0),
-    target=sigmoid,  # its authors' aim; it is another function, and the benchmarks show its distance
+    # its authors' aim; it is another function, and the benchmarks show its distance
+    target=sigmoid,
     settings={
         "steps": Setting(
             default.RELEASED_STEPS,
@@ -268,7 +278,10 @@ EXACT = SpectralMap(
     name="exact",
     title="exact, the paper's definition",
     label="exact",
-    doc="The sigmoid itself, by a singular value decomposition. This map is slow; `minimax` and `sns` approximate it.",
+    doc=(
+        "The sigmoid itself, by a singular value decomposition. This map is slow; `minimax` and"
+        " `sns` approximate it."
+    ),
     source="the paper's definition of Soren",
     function=lambda x, *, precision, max_norm: (_file("exact").exact_sigmoid(x), 0),
     is_finite=True,
@@ -360,8 +373,10 @@ POWERS = replace(
     optimizer="soren",
     title="power, p = {p:g}",
     label="power {p:g}",
-    doc="sigma^p, as HTMuon's. In matrices of at least 1024 rows (the shorter side), p = 1/2, 1/4 and 1/8 need no "
-    "decomposition; others are slow.",
+    doc=(
+        "sigma^p, as HTMuon's. In matrices of at least 1024 rows (the shorter side), p = 1/2, 1/4"
+        " and 1/8 need no decomposition; others are slow."
+    ),
     source="Muon^p, arXiv 2606.13867",
     settings={
         "p": Setting(
@@ -393,8 +408,8 @@ def _products_of(composed: Callable[[Mapping[str, Any]], Composed | None]) -> di
         "auto_precision": MINIMAX.auto_precision,
         "flops": flops,
         "level": level,
-        "workspace": lambda m, n, precision: _file("composed").usual_workspace_numbers(
-            m, n, precision
+        "workspace": (
+            lambda m, n, precision: _file("composed").usual_workspace_numbers(m, n, precision)
         ),
     }
 
@@ -458,8 +473,10 @@ SOFT_SIGN = _composed(
     lambda x, tau: x / (x.square() + tau**2).sqrt(),
     title="soft_sign, tau = {tau:g}",
     label="soft_sign {tau:g}",
-    doc="x / sqrt(x^2 + tau^2): nearly 1 for large x, and proportional to x for small x. x is a singular "
-    "value divided by (sum of sigma^8)^(1/8), a little more than the largest one.",
+    doc=(
+        "x / sqrt(x^2 + tau^2): nearly 1 for large x, and proportional to x for small x. x is a"
+        " singular value divided by (sum of sigma^8)^(1/8), a little more than the largest one."
+    ),
     source="SoftMuon, arXiv 2605.31371",
 )
 TANH = _composed(
@@ -469,20 +486,26 @@ TANH = _composed(
     lambda x, tau: (x / tau).tanh(),
     title="tanh, tau = {tau:g}",
     label="tanh {tau:g}",
-    doc="tanh(x / tau): nearly 1 for large x, and proportional to x for small x. x: as for `soft_sign`.",
+    doc=(
+        "tanh(x / tau): nearly 1 for large x, and proportional to x for small x. x: as for"
+        " `soft_sign`."
+    ),
     source="a soft clip as SPECTRA's, arXiv 2603.14315",
 )
 CLIP = _composed(
     "clip",
     "tau",
     _tau(
-        "The threshold: each x of at least `tau` becomes 1: 0.03, 0.1 or 0.3; with `exact`, any positive number."
+        "The threshold: each x of at least `tau` becomes 1: 0.03, 0.1 or 0.3; with `exact`, any"
+        " positive number."
     ),
     lambda x, tau: (x / tau).clamp(max=1.0),
     title="clip, tau = {tau:g}",
     label="clip {tau:g}",
-    doc="min(x / tau, 1): 1 for x of at least tau, and proportional to x below. Polynomials cannot match the "
-    "corner at tau exactly: their error is 3%. x: as for `soft_sign`.",
+    doc=(
+        "min(x / tau, 1): 1 for x of at least tau, and proportional to x below. Polynomials cannot"
+        " match the corner at tau exactly: their error is 3%. x: as for `soft_sign`."
+    ),
     source="MuCon, arXiv 2605.26459",
 )
 SOREN_LAMBDA = _composed(
@@ -495,8 +518,11 @@ SOREN_LAMBDA = _composed(
     of="norm",
     title="soren_lambda, lambda = {strength:g}",
     label="soren_lambda {strength:g}",
-    doc="(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map by the authors of Soren, whose updates are "
-    "between those of Muon and of momentum SGD. x is a singular value divided by the Frobenius norm.",
+    doc=(
+        "(x + sqrt(x^2 + lambda)) / (1 + sqrt(1 + lambda)): a map by the authors of Soren, whose"
+        " updates are between those of Muon and of momentum SGD. x is a singular value divided by"
+        " the Frobenius norm."
+    ),
     source="soren_lamda.py of github.com/ngovuminh2005/SPFT",
 )
 
@@ -525,8 +551,10 @@ FILE = SpectralMap(
     name="file",
     title="{file}",
     label="file",
-    doc="Any function of the singular values, as polynomials in a file that `python -m research.maps` writes. "
-    "With `file`, you may leave out the key `name`.",
+    doc=(
+        "Any function of the singular values, as polynomials in a file that `python -m"
+        " research.maps` writes. With `file`, you may leave out the key `name`."
+    ),
     source="yours",
     function=lambda x, *, precision, max_norm, **settings: _file("composed").guarded_composition(
         x, _content(settings), precision, max_norm
@@ -536,12 +564,17 @@ FILE = SpectralMap(
     settings={
         "file": Setting(
             "shipped:configs/compositions/tanh-0.1.json",
-            doc="The file of the polynomials, beside the recipe or in the working directory. It states the "
-            "function, and a proved bound of the error.",
+            doc=(
+                "The file of the polynomials, beside the recipe or in the working directory. It"
+                " states the function, and a proved bound of the error."
+            ),
         ),
         "composition": Setting(
             None,
-            doc="The content of the file. Do not write this key yourself: a run adds it to its recipe.yaml.",
+            doc=(
+                "The content of the file. Do not write this key yourself: a run adds it to its"
+                " recipe.yaml."
+            ),
         ),
     },
     **_products_of(_content),

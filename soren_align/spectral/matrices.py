@@ -24,7 +24,8 @@ def to_wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(
-            f"found {x.dtype} of shape {tuple(x.shape)}; pass floating-point matrices [..., m, n] to a spectral map"
+            f"found {x.dtype} of shape {tuple(x.shape)}; pass floating-point matrices [..., m, n]"
+            " to a spectral map"
         )
     if x.ndim > 3:
         x = x.flatten(0, -3)

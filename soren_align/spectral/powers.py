@@ -10,8 +10,8 @@ is positive definite, whatever the rank of x is.
 
 An inverse is a recursion on halves, which is matrix products but for blocks of LEAF rows. It loses
 the square of the condition, up to 1 / t, so that those of small shifts are in float64, with a Gram
-matrix that is. research/studies/powers.py computes POWERS; tests/spectral/test_powers.py proves their
-errors.
+matrix that is. research/studies/powers.py computes POWERS; tests/spectral/test_powers.py proves
+their errors.
 """
 
 from functools import partial

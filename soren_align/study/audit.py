@@ -327,7 +327,9 @@ def _search_cautions(study: Study, file: StudyFile) -> Iterator[str]:
             if number := sum(run.status == status for run in candidate.trials):
                 yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {status}"
         if candidate.selected is None:
-            yield f"{candidate.name}: no trial has finished, so there is no verdict on this candidate"
+            yield (
+                f"{candidate.name}: no trial has finished, so there is no verdict on this candidate"
+            )
     finished = {each.name: _num_finished(each.trials) for each in study.candidates}
     if len({*finished.values()}) > 1:
         yield (

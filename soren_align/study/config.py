@@ -219,8 +219,9 @@ OWN_KEYS = (
 )
 """Keys of the recipe that a study sets itself, or cannot change."""
 NO_PRUNING = (
-    "trials are not pruned: early in a schedule, settings rank differently than at its end, and with median or halving "
-    "pruning the results would depend on the order in which runs end; lower search.trials instead"
+    "trials are not pruned: early in a schedule, settings rank differently than at its end, and"
+    " with median or halving pruning the results would depend on the order in which runs end; lower"
+    " search.trials instead"
 )
 
 
@@ -238,7 +239,8 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     raw = source.content
     if "candidates" not in raw and "task" in raw:
         raise UserError(
-            f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']} {name_or_path}"
+            f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']}"
+            f" {name_or_path}"
         )
     if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
         source.report(("search", "pruning"), NO_PRUNING)
@@ -246,7 +248,10 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     if study is not None:
         source.problems += [Problem(*problem) for problem in dict.fromkeys(study_problems(study))]
         if study.search.method == "tpe" and find_spec("optuna") is None:
-            message = "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or write random"
+            message = (
+                "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or"
+                " write random"
+            )
             source.report(("search", "method"), message)
     source.refuse_problems()
     assert study is not None
@@ -350,7 +355,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
             f"found {verdict.seeds}; write at least {MIN_SEEDS} different seeds",
         )
     if common := sorted({*search.seeds} & {*verdict.seeds}):
-        message = f"search.seeds also has {', '.join(map(str, common))}; write seeds that the search does not use"
+        message = (
+            f"search.seeds also has {', '.join(map(str, common))}; write seeds that the search does"
+            " not use"
+        )
         yield ("verdict", "seeds"), message
     for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
         yield ("candidates", name), "is a reserved name; choose another name"
@@ -375,7 +383,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
             if isinstance(each, str) and each[1:] not in free:
                 yield (
                     (*at, key),
-                    f"found {each!r}, but this key is not searched; write = and one of {', '.join(free)}",
+                    (
+                        f"found {each!r}, but this key is not searched; write = and one of"
+                        f" {', '.join(free)}"
+                    ),
                 )
             if key in OWN_KEYS:
                 yield (*at, key), "is set by the study itself; remove this key"
@@ -388,7 +399,10 @@ def study_problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
                 yield (*at, key), "a grid needs a list of values, or write search.method: random"
             size = math.prod(map(len, lists.values()))
             if size != search.trials and len(lists) == len(free):
-                message = f"the grid of {name} has {size} points, but search.trials is {search.trials}; write equal "
+                message = (
+                    f"the grid of {name} has {size} points, but search.trials is {search.trials};"
+                    " write equal "
+                )
                 yield at, message + "numbers, as each point is one trial"
 
 
@@ -438,12 +452,18 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
         remedy = f"write {' or '.join(metrics)}{did_you_mean(metric, metrics)}"
         yield ("search", "metric"), f"{metric!r} is {kind}; {remedy}"
     if recipe.data.eval is None:
-        message = f"{study.recipe} has no data.eval, whose held-out examples select the settings; add data.eval"
+        message = (
+            f"{study.recipe} has no data.eval, whose held-out examples select the settings; add"
+            " data.eval"
+        )
         yield ("recipe",), message
     steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
     strategy = recipe.trainer.get("eval_strategy")
     if strategy in ("no", False):
-        message = "found trainer.eval_strategy: no, but evaluations on held-out examples select the settings"
+        message = (
+            "found trainer.eval_strategy: no, but evaluations on held-out examples select the"
+            " settings"
+        )
         yield ("recipe",), f"{message}; write steps"
     elif (
         strategy == "steps"

@@ -137,9 +137,9 @@ def plan_study(
         "candidates": candidates,
         "flops": total,
         "flops_are_upper_bound": not first["compute"]["tokens_are_measured"],
-        "hours": {name: sum(of[name] for of in hours) * num_runs for name in hours[0]}
-        if total
-        else None,
+        "hours": (
+            {name: sum(of[name] for of in hours) * num_runs for name in hours[0]} if total else None
+        ),
         "hours_assume": first["compute"]["hours_assume"],
         "largest_memory": {"candidate": largest, "bytes_per_rank": memory[largest]},
         "disk": {
@@ -269,9 +269,9 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
-                    "the suite's data are not on this machine, so the plan uses published numbers of questions and "
-                    "ignores clusters of questions: the minimum detectable effects of "
-                    f"{', '.join(clustered)} are too small"
+                    "the suite's data are not on this machine, so the plan uses published numbers"
+                    " of questions and ignores clusters of questions: the minimum detectable"
+                    f" effects of {', '.join(clustered)} are too small"
                 ] * bool(clustered)
             for task in suite.tasks:
                 if tasks is not None:
@@ -314,13 +314,15 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     )
     write(
         "recipe",
-        f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,} steps",
+        f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,}"
+        " steps",
     )
     times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
     write("runs", f"{runs['total']:,}")
     write(
         "",
-        f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']} trials{times}",
+        f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']}"
+        f" trials{times}",
     )
     fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds"
     write("", f"{runs['verdict']:,} of the verdict: {fresh}")
@@ -335,11 +337,17 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes")
     )
     checkpoints = f"{count(section['num_checkpoints'], 'checkpoint')} of {checkpoint}"
-    text = f"{runs['total' if keeps else 'verdict']:,} runs with a model of {model} and {checkpoints} each at most"
+    text = (
+        f"{runs['total' if keeps else 'verdict']:,} runs with a model of {model} and {checkpoints}"
+        " each at most"
+    )
     console.print()
     write("disk", f"{with_prefix(section['bytes'], 'B')}: {text}")
     fewer = with_prefix(section["bytes_without_models_of_the_search"], "B")
-    text = f"{fewer} with search.keep_models: false, which removes the models of the search's runs when the runs end"
+    text = (
+        f"{fewer} with search.keep_models: false, which removes the models of the search's runs"
+        " when the runs end"
+    )
     write("", text if keeps else "the models of the search's runs are removed when the runs end")
     console.print()
     if section := plan["evaluation"]:
@@ -401,14 +409,16 @@ def _print_cost(plan: dict[str, Any], console: Console) -> None:
         if "CPU core" in hours:
             write(
                 "",
-                "a model of less than 100 million parameters takes longer: its operations are too small",
+                "a model of less than 100 million parameters takes longer: its operations are too"
+                " small",
             )
     if plan["flops_are_upper_bound"]:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
         write(
             "",
-            f"the maps of {', '.join(unknown)} are not included, because their operations are not counted",
+            f"the maps of {', '.join(unknown)} are not included, because their operations are not"
+            " counted",
         )
     write("", "not included: evaluations on benchmarks and on held-out examples")
 
@@ -417,7 +427,10 @@ def _print_detectable(plan: dict[str, Any], console: Console) -> None:
     """Print the smallest differences that the study can find, and what this assumes."""
     write = partial(print_labelled, console)
     section = plan["detectable"]
-    title = f"minimum detectable effect: {section['power']:.0%} power, Holm over {section['comparisons']} tests"
+    title = (
+        f"minimum detectable effect: {section['power']:.0%} power, Holm over"
+        f" {section['comparisons']} tests"
+    )
     reference = (
         "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
     )
@@ -463,7 +476,10 @@ def _describe(dimension: Any) -> str:
     if dimension is None:
         return "as in the recipe"
     if isinstance(dimension, dict):
-        return f"{dimension['low']:g} to {dimension['high']:g}, {'log-' if dimension['log'] else ''}uniform"
+        return (
+            f"{dimension['low']:g} to {dimension['high']:g},"
+            f" {'log-' if dimension['log'] else ''}uniform"
+        )
     if isinstance(dimension, list):
         return ", ".join(
             f"{each:g}" if isinstance(each, float) else str(each) for each in dimension

@@ -471,7 +471,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
         except lock.LockedError:
             if time.monotonic() > end:
                 raise UserError(
-                    f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s; rerun after that command"
+                    f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s; rerun"
+                    " after that command"
                 ) from None
             time.sleep(0.05)
     try:

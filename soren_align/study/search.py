@@ -125,7 +125,9 @@ class Progress:
         return runs + sorted(final, key=lambda run: run.number)
 
     def _draw(self, runs: list[Run]) -> bool:
-        """Draw the trials that can be drawn, and return whether there were any; runs: the search's."""
+        """Draw the trials that can be drawn, and return whether there were any; runs: the
+        search's.
+        """
         if self._is_spent(runs):
             return False
         # By trial, the intervals of its extension.
@@ -429,9 +431,11 @@ def _tpe_point(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     spaces: list[dict[str, BaseDistribution]] = [
         {
-            key: FloatDistribution(values.low, values.high, log=values.log)
-            if isinstance(values, Range)
-            else CategoricalDistribution(values)
+            key: (
+                FloatDistribution(values.low, values.high, log=values.log)
+                if isinstance(values, Range)
+                else CategoricalDistribution(values)
+            )
             for key, values in each.items()
         }
         for each in free

@@ -114,12 +114,14 @@ def verdict(
                 p_holm=p_holm[i, "difference"],
                 answer=answer,
                 detectable=None if detectable is None else each.factor * detectable,
-                margin=rules.retention.margin
-                if rules.retention and (i, "retention") in p_holm
-                else None,
-                retained=p_holm[i, "retention"] < FAMILY_ERROR
-                if (i, "retention") in p_holm
-                else None,
+                margin=(
+                    rules.retention.margin
+                    if rules.retention and (i, "retention") in p_holm
+                    else None
+                ),
+                retained=(
+                    p_holm[i, "retention"] < FAMILY_ERROR if (i, "retention") in p_holm else None
+                ),
                 equivalence=margins.get(i),
                 is_equivalent=is_equivalent,
                 noisiest=each.seed_range[0],
@@ -282,9 +284,9 @@ def read_answers(
         different = sum(not np.array_equal(other.each, first[column].each) for other in others)
         if column != HELD_OUT and different:
             sentences.append(
-                f"{column}: {different} of {len(others)} later evaluations gave the starting checkpoint other "
-                "scores than the first evaluation; each run is compared with the starting checkpoint in the run's "
-                "own evaluation"
+                f"{column}: {different} of {len(others)} later evaluations gave the starting"
+                " checkpoint other scores than the first evaluation; each run is compared with the"
+                " starting checkpoint in the run's own evaluation"
             )
         name = "held-out metric" if column == HELD_OUT else column
         if not all(are_alike(every[0], other, [column]) for other in every):
@@ -320,7 +322,10 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
                 f"{len(bad)} of {len(candidate.verdict)}",
                 " or ".join(sorted(set(bad))),
             )
-            yield f"{candidate.name}: {number} runs with fresh seeds {reasons}, so this candidate has no verdict"
+            yield (
+                f"{candidate.name}: {number} runs with fresh seeds {reasons}, so this candidate has"
+                " no verdict"
+            )
     columns = next(iter(answers.runs.values()))[0] if answers.runs else ()
     for column in columns:
         factor, measure = (1, "held-out metric") if column == HELD_OUT else (100, column)
@@ -342,7 +347,8 @@ def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]
                 min(deviations, key=deviations.__getitem__),
             )
             yield (
-                f"{measure}: the runs of {most} differ much more between seeds than those of {least} (standard "
-                f"deviation {deviations[most]:.3g} and {deviations[least]:.3g}), so other seeds could give {most} "
-                "another mean; trials.csv has the scores of single runs"
+                f"{measure}: the runs of {most} differ much more between seeds than those of"
+                f" {least} (standard deviation {deviations[most]:.3g} and {deviations[least]:.3g}),"
+                f" so other seeds could give {most} another mean; trials.csv has the scores of"
+                " single runs"
             )

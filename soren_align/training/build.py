@@ -90,8 +90,8 @@ def build_trainer(
     template = json.dumps(setup.tokenizer.chat_template)
     origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
     files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
-    # Construct. TRL prints while it truncates and packs; data/stats.py has already counted and shown
-    # the same.
+    # Construct. TRL prints while it truncates and packs; data/stats.py has already counted and
+    # shown the same.
     with (
         as_user_error("trainer", ValueError, RuntimeError),
         contextlib.redirect_stdout(io.StringIO()),
@@ -99,9 +99,9 @@ def build_trainer(
         return getattr(trainer, task.trainer)(
             model=model,
             args=args,
-            train_dataset=setup.stream.dataset
-            if setup.stream
-            else setup.tokens.train.select_columns(columns),
+            train_dataset=(
+                setup.stream.dataset if setup.stream else setup.tokens.train.select_columns(columns)
+            ),
             eval_dataset=held_out.select_columns(columns) if held_out else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,

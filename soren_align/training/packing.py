@@ -99,9 +99,11 @@ def pack(masks: data.LossMasks, args: Any) -> Packing:
     # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of
     # sequences.
     lengths = [
-        _flat(table["seq_lengths"])
-        if "seq_lengths" in table.column_names
-        else [*map(len, table["tokens"])]
+        (
+            _flat(table["seq_lengths"])
+            if "seq_lengths" in table.column_names
+            else [*map(len, table["tokens"])]
+        )
         for table in tables
     ]
     first_tokens = tokens[np.concatenate(([0], np.concatenate(lengths).cumsum()[:-1]))]
@@ -299,7 +301,7 @@ class IsolationCheck(TrainerCallback):
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
         if base._supports_flash_attn and "flash" not in attention:
-            (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
+            flash, *_ = base._compatible_flash_implementations or ["flash_attention_2"]
             other = f"model.attn_implementation: {flash} (on a GPU), "
         raise UserError(
             f"{self.place}: {type(base).__name__} with attention {attention} mixes the examples of "

@@ -321,9 +321,9 @@ def check_attention(recipe: Recipe, config: Any) -> None:
             AutoModelForCausalLM.from_config(config, attn_implementation=name)
     except Exception as error:  # of the config too
         raise UserError(
-            f"model.attn_implementation: {name} cannot be used: {first_sentence(error).rstrip('.')}. "
-            "Remove this key to let transformers choose; for flash attention, install the package "
-            "flash-attn or kernels"
+            f"model.attn_implementation: {name} cannot be used:"
+            f" {first_sentence(error).rstrip('.')}. Remove this key to let transformers choose; for"
+            " flash attention, install the package flash-attn or kernels"
         ) from error
 
 
@@ -420,9 +420,10 @@ def _num_with_tokens(tokens: Any, recipe: Recipe, num_tokens: int) -> int:
 def loss_of(recipe: Recipe) -> tuple[bool, bool]:
     """(assistant_only_loss, completion_only_loss), as `encode` takes them."""
     trainer = recipe.trainer
-    return bool(trainer.get("assistant_only_loss")), trainer.get(
-        "completion_only_loss"
-    ) is not False
+    return (
+        bool(trainer.get("assistant_only_loss")),
+        trainer.get("completion_only_loss") is not False,
+    )
 
 
 def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 AVERAGE = "average"
 SHARES = (0.05, 0.1, 0.2)
-"""Shares of answers that differ between two models, where a plan has no two models to measure it: two runs
-of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in more."""
+"""Shares of answers that differ between two models, where a plan has no two models to measure it:
+two runs of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in
+more."""
 QUESTIONS = 1000
 """The number of questions of a plan without a file."""
 REMEDY = "add --common to compare only the tasks and questions that all models have"
@@ -59,9 +60,9 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
         if (path / NAME).is_file():
             if columns != Columns():
                 raise UserError(
-                    f"{path}: is a folder of results of soren-align, which has one metric per task; "
-                    "remove --metric, --id, --score, --task, --cluster and --max-score, or name the "
-                    "folder of one model in its samples folder"
+                    f"{path}: is a folder of results of soren-align, which has one metric per task;"
+                    " remove --metric, --id, --score, --task, --cluster and --max-score, or name"
+                    " the folder of one model in its samples folder"
                 )
             rows = _own_rows(path)
         else:
@@ -344,7 +345,10 @@ def stats(
         largest = [max(each[task] for each in smallest.values() if task in each) for task in tasks]
         known = {task: effect for task, effect in zip(tasks, largest, strict=True) if effect <= 100}
         listed = [f"{effect:.2g} points ({task})" for task, effect in known.items()]
-        power = f"{POWER:.0%} for a true difference of {join_words(listed)}; smaller ones are often missed"
+        power = (
+            f"{POWER:.0%} for a true difference of {join_words(listed)}; smaller ones are often"
+            " missed"
+        )
         print_labelled(
             console, "power", power if known else "too few questions to detect any difference"
         )
@@ -476,7 +480,8 @@ def plan(
     if len(answers) > 1:
         if expected is not None:
             raise UserError(
-                "--expected: has no effect on several models, whose scores are known; remove this option"
+                "--expected: has no effect on several models, whose scores are known; remove this"
+                " option"
             )
         (_, first), *later = answers.items()
         num_tests = len(later) * len(first.points)
@@ -528,8 +533,9 @@ def plan(
     )
     console.print()
     notice = (
-        "for one comparison. The largest share is that of two unrelated models; a model and the checkpoint that it was "
-        "trained from differ in fewer answers. Two results measure it: stats A B --plan N"
+        "for one comparison. The largest share is that of two unrelated models; a model and the"
+        " checkpoint that it was trained from differ in fewer answers. Two results measure it:"
+        " stats A B --plan N"
     )
     if len(answers) > 1:
         notice = f"Holm's first threshold for {count(num_tests, 'comparison')}"

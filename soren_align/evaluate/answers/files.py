@@ -63,8 +63,8 @@ class Scores:
     source: str
     """The file or folder, for messages."""
     table: "pd.DataFrame"
-    """The rows by the id of a question: `points` in [0, 1], and `content`, `prompt` and `cluster`, which are
-    texts or None."""
+    """The rows by the id of a question: `points` in [0, 1], and `content`, `prompt` and `cluster`,
+    which are texts or None."""
     digest: str = ""
     """The hash of an evaluation of our own, of all questions and prompts, in place of
     `content`."""

@@ -229,7 +229,8 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     for name in names:
         if not is_component(name):
             raise UserError(
-                f"the row {name!r} cannot be the name of a folder of samples; rename the model's folder"
+                f"the row {name!r} cannot be the name of a folder of samples; rename the model's"
+                " folder"
             )
     samples = output / "samples"
     if samples.is_symlink():

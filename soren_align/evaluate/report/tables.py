@@ -139,7 +139,8 @@ def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
                 else "worse"
             )
         lines.append(
-            f"{text}, from {first['scores'][column]['value']:.1f}: {_interval(d, is_too_few)}, {finding}{count}"
+            f"{text}, from {first['scores'][column]['value']:.1f}: {_interval(d, is_too_few)},"
+            f" {finding}{count}"
         )
     return first, lines
 
@@ -159,7 +160,8 @@ def notes(results: Results, brief: bool = False) -> list[str]:
                 d = difference and difference.get("also", {}).get(label)
                 change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
                 texts.append(
-                    f"{row['name']} {_score(row['scores'][column].get('also', {})[label], results)}{change}"
+                    f"{row['name']}"
+                    f" {_score(row['scores'][column].get('also', {})[label], results)}{change}"
                 )
             lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
@@ -177,7 +179,8 @@ def notes(results: Results, brief: bool = False) -> list[str]:
     }
     if len(set(map(str, eos.values()))) > 1:
         lines.append(
-            f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}"
+            "generated text ends with token:"
+            f" {', '.join(f'{name} {token}' for name, token in eos.items())}"
         )
     lines += [
         *_truncation(results),
@@ -292,11 +295,15 @@ def _about_differences(results: Results, brief: bool) -> list[str]:
         num_also = sum(len(d.get("also", ())) for _, _, d in cells)
         also = f", and separately for the {num_also} comparisons of other scores below"
         lines += [
-            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% "
-            f"interval{intervals}",
-            f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(cells)}"
-            f" comparison{'s' * (len(cells) > 1)} in this table{also if num_also else ''}; "
-            "*: p < 0.05",
+            (
+                f"+x [low, high]: difference to {first['name']} on the same questions, with its 95%"
+                f" interval{intervals}"
+            ),
+            (
+                f"p: two-sided p-value of the difference{tests}, Holm-corrected for the"
+                f" {len(cells)} comparison{'s' * (len(cells) > 1)} in this"
+                f" table{also if num_also else ''}; *: p < 0.05"
+            ),
         ]
         # An interval that excludes 0 beside a p above 0.05 looks like a mistake.
         if not brief or any(d["low"] * d["high"] > 0 and d["p_holm"] >= 0.05 for _, d in shown):
@@ -380,7 +387,10 @@ def _contamination(results: Results) -> list[str]:
     for column, each in columns.items():
         if column in clean:
             continue
-        counts = f"{each['overlapping']:,} of {each['questions']:,} questions are in the training examples"
+        counts = (
+            f"{each['overlapping']:,} of {each['questions']:,} questions are in the training"
+            " examples"
+        )
         whole = f"{each['exact']:,} as whole texts" if each["exact"] else ""
         parts = each["overlapping"] - each["exact"]
         how = ", ".join(
@@ -391,8 +401,8 @@ def _contamination(results: Results) -> list[str]:
     if clean:
         number = next(iter(columns.values()))["examples_read"]
         lines.append(
-            f"contamination: no question of {', '.join(clean)} is in the {number:,} training examples, neither as a"
-            f" whole nor by {NGRAM} words in a row"
+            f"contamination: no question of {', '.join(clean)} is in the {number:,} training"
+            f" examples, neither as a whole nor by {NGRAM} words in a row"
         )
     return lines
 
@@ -406,9 +416,10 @@ def _selection(results: Results) -> list[str]:
         numbers = ", ".join(map(str, each["indices"][:MAX_NUMBERS]))
         more = " and others (results.json lists all)" if each["selected"] > MAX_NUMBERS else ""
         lines.append(
-            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not held out, "
-            f"because they chose the saved checkpoint of {' and '.join(each['rows'])} (run.benchmark): question "
-            f"numbers {numbers}{more}, counted from 0; {_others(each, each['selected'])}"
+            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not"
+            f" held out, because they chose the saved checkpoint of {' and '.join(each['rows'])}"
+            f" (run.benchmark): question numbers {numbers}{more}, counted from 0;"
+            f" {_others(each, each['selected'])}"
         )
     return lines
 

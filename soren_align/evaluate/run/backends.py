@@ -62,8 +62,8 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
     """Return lm-eval's object for the model in a folder."""
     if settings.backend == "vllm" and (folder / ADAPTER).is_file():
         raise UserError(
-            f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and evaluate RUN/merged, "
-            "or use --backend hf"
+            f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and"
+            " evaluate RUN/merged, or use --backend hf"
         )
     model = None
     try:
@@ -113,7 +113,8 @@ def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"
+            "eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or"
+            " write hf"
         )
 
 
@@ -125,8 +126,8 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(
-                f"{model}: contains no config.json (a model) and no {ADAPTER} (an adapter); give the path of a folder "
-                "with one of these files"
+                f"{model}: contains no config.json (a model) and no {ADAPTER} (an adapter); give"
+                " the path of a folder with one of these files"
             )
         refuse_special_files(folder)
         return folder
@@ -156,8 +157,8 @@ def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
     base = model_folder(config["base_model_name_or_path"], config.get("revision"), weights=weights)
     if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
         raise UserError(
-            f"{folder}: the base model {config['base_model_name_or_path']} is an adapter too; merge this base model "
-            "first"
+            f"{folder}: the base model {config['base_model_name_or_path']} is an adapter too; merge"
+            " this base model first"
         )
     return base
 
@@ -185,7 +186,8 @@ def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
         )
     except Exception as error:  # of values that transformers does not check
         raise UserError(
-            f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}; correct this file"
+            f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}; correct this"
+            " file"
         ) from None
     settings = config.to_diff_dict() if config else {}
     changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
@@ -201,7 +203,8 @@ def num_new_tokens(settings: Any, default: int, context: int) -> int:
     num_new = int(cast(Any, normalize_gen_kwargs(settings, default))["max_gen_toks"])
     if num_new >= context:
         raise ContextTooShort(
-            f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of {context} tokens"
+            f"an answer of {num_new} tokens leaves no room for a prompt in the model's context of"
+            f" {context} tokens"
         )
     return num_new
 
@@ -210,7 +213,8 @@ def refuse_long_choice(num_tokens: int, context: int) -> None:
     """Raises ContextTooShort if an answer choice alone does not fit the model's context."""
     if num_tokens > context:
         raise ContextTooShort(
-            f"an answer choice of {num_tokens} tokens does not fit the model's context of {context} tokens"
+            f"an answer choice of {num_tokens} tokens does not fit the model's context of {context}"
+            " tokens"
         )
 
 

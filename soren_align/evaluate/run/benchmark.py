@@ -132,14 +132,14 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
         for column, chosen in questions.items():
             if any(subtask.OUTPUT_TYPE == "generate_until" for subtask, _ in chosen.indices):
                 raise UserError(
-                    f"run.benchmark: the answers of {column} are generated, which is not possible while run.parallel "
-                    f"{recipe.run.parallel} shards the weights; {OMIT}"
+                    f"run.benchmark: the answers of {column} are generated, which is not possible"
+                    f" while run.parallel {recipe.run.parallel} shards the weights; {OMIT}"
                 )
     row = read_row("this run", start, tokenizer, recipe.model.revision)
     if suite.apply_chat_template and not row.template_of:
         raise UserError(
-            f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies one; set "
-            "model.chat_template, or choose another suite"
+            f"run.benchmark: the tokenizer has no chat template, but suite {suite.name} applies"
+            " one; set model.chat_template, or choose another suite"
         )
     # Prompts of these very questions are made now: an error at the first evaluation would come in
     # the middle of the training.
@@ -152,7 +152,10 @@ def read_benchmark(recipe: Recipe, start: str, tokenizer: Any, ranks: Ranks) -> 
         )
     if probe.problems:
         raise UserError(*dict.fromkeys(probe.problems))
-    truncates = f"run.benchmark: the context of {row.context} tokens truncates prompts of {', '.join(probe.truncated)}"
+    truncates = (
+        f"run.benchmark: the context of {row.context} tokens truncates prompts of"
+        f" {', '.join(probe.truncated)}"
+    )
     notices = (truncates,) if probe.truncated else ()
     return Benchmark(suite, questions, tokenizer, ranks, is_sharded, notices)
 
@@ -228,8 +231,8 @@ class _TrainedModel:
             problem = str(error)
         # After `except`, whose error holds the batch that did not fit, and with it the model.
         raise ResumableError(
-            f"run.benchmark: out of memory with batch size {self.benchmark.suite.batch_size}: {problem}; resume with a "
-            "smaller run.benchmark.batch_size"
+            f"run.benchmark: out of memory with batch size {self.benchmark.suite.batch_size}:"
+            f" {problem}; resume with a smaller run.benchmark.batch_size"
         )
 
     def close(self) -> None:

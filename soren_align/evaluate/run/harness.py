@@ -180,8 +180,8 @@ def evaluate_model(
         tokenizer.chat_template = options.chat_template
     if suite.apply_chat_template and not tokenizer.chat_template:
         raise UserError(
-            f"{name}: has no chat template, but suite {suite.name} applies one; choose a suite with "
-            "apply_chat_template: false"
+            f"{name}: has no chat template, but suite {suite.name} applies one; choose a suite with"
+            " apply_chat_template: false"
         )
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and options.num_processes > torch.cuda.device_count():

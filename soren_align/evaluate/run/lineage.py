@@ -97,8 +97,8 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
             return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"{path}: contains no run.json (a run) and no config.json (a model); give the path of a folder with "
-                "one of these files"
+                f"{path}: contains no run.json (a run) and no config.json (a model); give the path"
+                " of a folder with one of these files"
             )
         return [(name, folder)]
     if not (run / "model").is_dir():
@@ -118,8 +118,8 @@ def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
         if problem:
             if on_omitted:
                 sentence = (
-                    f"the table has no row for the checkpoint that {run.resolve().name} was trained from, because the "
-                    f"checkpoint {problem}"
+                    f"the table has no row for the checkpoint that {run.resolve().name} was trained"
+                    f" from, because the checkpoint {problem}"
                 )
                 on_omitted(sentence, record["start"]["path"])
             break
@@ -184,10 +184,13 @@ def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
             return path, OVERWRITTEN if is_changed else ""
         if is_local(start["path"]):
             return path, "is missing"
-        return Path(
-            huggingface_hub.snapshot_download(
-                start["path"], revision=recorded, local_files_only=True
-            )
-        ), ""
+        return (
+            Path(
+                huggingface_hub.snapshot_download(
+                    start["path"], revision=recorded, local_files_only=True
+                )
+            ),
+            "",
+        )
     except (OSError, RuntimeError, ValueError):
         return path, "is not on this machine"

@@ -97,7 +97,8 @@ def saved_row(name: str, model: Path | str) -> PlannedRow:
     folder = local_path(model)
     if is_local(str(model)) and not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"{name}: {folder} has no weights in .safetensors files; save the weights as safetensors"
+            f"{name}: {folder} has no weights in .safetensors files; save the weights as"
+            " safetensors"
         )
     return row
 
@@ -155,15 +156,16 @@ def check(
     plain = [row.name for row in rows if not row.template_of]
     if suite.apply_chat_template and plain and options.base_template != "none":
         problems.append(
-            f"{' and '.join(plain)}: the tokenizer has no chat template, but suite {suite.name} applies one. "
-            "Set model.chat_template before training, or evaluate without a template (eval.base_template: none; "
-            "--base-template none)"
+            f"{' and '.join(plain)}: the tokenizer has no chat template, but suite {suite.name}"
+            " applies one. Set model.chat_template before training, or evaluate without a template"
+            " (eval.base_template: none; --base-template none)"
         )
     adapters = [row.name for row in rows if row.is_adapter]
     if options.backend == "vllm" and adapters:
         problems.append(
-            f"{' and '.join(adapters)}: is an adapter, but eval.backend vllm loads only whole models. Write "
-            "eval.backend: hf; or train with --no-eval, run `soren-align merge RUN` and evaluate RUN/merged"
+            f"{' and '.join(adapters)}: is an adapter, but eval.backend vllm loads only whole"
+            " models. Write eval.backend: hf; or train with --no-eval, run `soren-align merge RUN`"
+            " and evaluate RUN/merged"
         )
     try:
         tasks = load_tasks(suite, cache, on_column, trusted=options.trust_suite)
@@ -199,7 +201,8 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Pr
     notices = []
     if suite.apply_chat_template and first.template_of not in (first.name, None):
         notices.append(
-            f"{first.name} is evaluated with the chat template of {first.template_of} (eval.base_template)"
+            f"{first.name} is evaluated with the chat template of {first.template_of}"
+            " (eval.base_template)"
         )
     for row in others:
         reasons = []
@@ -222,7 +225,8 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Pr
             alike.setdefault((row.context, ", ".join(columns)), []).append(row.name)
     for (context, columns), names in alike.items():
         notices.append(
-            f"{', '.join(names)}: the context of {context} tokens truncates the longest prompts of {columns}"
+            f"{', '.join(names)}: the context of {context} tokens truncates the longest prompts of"
+            f" {columns}"
         )
     return notices
 
@@ -246,9 +250,9 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
             continue
         if len(loaded) > 1:
             yield (
-                f"{task.column}: the suite names no cluster for this group of {len(loaded)} tasks. Questions of "
-                "one task are then treated as independent, which makes intervals too narrow. Write cluster: task "
-                "into the suite"
+                f"{task.column}: the suite names no cluster for this group of {len(loaded)} tasks."
+                " Questions of one task are then treated as independent, which makes intervals too"
+                " narrow. Write cluster: task into the suite"
             )
         labels = cluster_labels(task, docs)
         different = docs if labels is None else dict(zip(labels, docs, strict=True)).values()
@@ -261,10 +265,10 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
             (number, label) for number, label in enumerate(labels, 1) if first[label] < number
         )
         yield (
-            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions have the prompt and the choices "
-            f"of an earlier question (question {repeated} equals question {first[label]}). In "
-            "intervals and p-values of differences, equal questions count as one cluster; in the score, each question "
-            "counts. Remove the repeated questions"
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions have the"
+            f" prompt and the choices of an earlier question (question {repeated} equals question"
+            f" {first[label]}). In intervals and p-values of differences, equal questions count as"
+            " one cluster; in the score, each question counts. Remove the repeated questions"
         )
 
 
@@ -340,8 +344,8 @@ class Probe:
         except Exception as error:  # a template may raise anything
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
-                f"{self.lm.label}: a question cannot be rendered as a prompt: {reason}; choose another chat "
-                f"template, or {self._remedy(task)}"
+                f"{self.lm.label}: a question cannot be rendered as a prompt: {reason}; choose"
+                f" another chat template, or {self._remedy(task)}"
             )
             return
         # For the comparison of rows: models are compared only if their prompts are equal.
@@ -365,8 +369,9 @@ class Probe:
             self.truncated.append(task.column)
             if self.strict:
                 self.problems.append(
-                    f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
-                    "true; write eval.strict: false (--no-strict) to truncate and count such prompts"
+                    f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens,"
+                    " and eval.strict is true; write eval.strict: false (--no-strict) to truncate"
+                    " and count such prompts"
                 )
 
     def _remedy(self, task: SuiteTask) -> str:

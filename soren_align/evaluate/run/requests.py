@@ -31,8 +31,8 @@ from .backends import FILES, BackendSettings, ContextTooShort, base_folder
 from .workers import Workers
 
 FORMAT = 2
-"""The version of a cache file. Increased when this package loads or runs models differently, so that responses
-change."""
+"""The version of a cache file. Increased when this package loads or runs models differently, so
+that responses change."""
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 
 
@@ -125,7 +125,8 @@ def _restore(response: Any) -> Any:
 
 
 BATCHES_PER_CHUNK = 16
-"""Batches of log-likelihoods in a chunk: enough to sort requests by length, few enough to lose little when killed."""
+"""Batches of log-likelihoods in a chunk: enough to sort requests by length, few enough to lose
+little when killed."""
 
 
 class RequestDispatcher(LM):
@@ -221,7 +222,8 @@ class RequestDispatcher(LM):
     def _refuse_truncated(self, num_truncated: int) -> None:
         if num_truncated and self.strict:
             raise UserError(
-                f"{self.label}: prompts do not fit the model's context; use --no-strict to truncate prompts"
+                f"{self.label}: prompts do not fit the model's context; use --no-strict to truncate"
+                " prompts"
             )
 
     def apply_chat_template(self, *args: Any, **options: Any) -> str:

@@ -77,7 +77,8 @@ def evaluate(
     names = [name for name, _ in rows]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
-            f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders"
+            f"two models would have the name {duplicates[0]!r} in the table; rename one of the"
+            " folders"
         )
     require_backend(options.backend)
     suite = suite_of(options)
@@ -132,9 +133,9 @@ def evaluate(
         "suite": suite.name,
         "rows": _result_rows(planned, evaluated, suite),
         "published": published,
-        "contamination": contamination_section(overlaps, evaluated)
-        if isinstance(overlaps, Overlaps)
-        else None,
+        "contamination": (
+            contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None
+        ),
         "settings": cast(Any, evaluated[0][1].settings | settings),
         "notes": [
             *suite.notes,
@@ -274,16 +275,17 @@ def output_of(run: RunFolder, options: Eval) -> Path:
     """
     if not is_component(options.name):
         raise UserError(
-            f"--suite: the results are written into a folder with the suite's name, but {options.suite!r} cannot "
-            "be such a name; rename the suite's folder: printable characters without / and \\, at most 200 bytes"
+            "--suite: the results are written into a folder with the suite's name, but"
+            f" {options.suite!r} cannot be such a name; rename the suite's folder: printable"
+            " characters without / and \\, at most 200 bytes"
         )
     output = run.evaluation(options.name)
     # Refused, not resolved: a run folder from elsewhere must not direct writes to other places.
     for link in (output.parent, output):
         if link.is_symlink():
             raise UserError(
-                f"{link}: is a symbolic link, but results must lie in the run's folder; remove the link, or use "
-                "--output for another folder"
+                f"{link}: is a symbolic link, but results must lie in the run's folder; remove the"
+                " link, or use --output for another folder"
             )
     return output
 
@@ -296,8 +298,9 @@ def _evaluate_models(
     """
     evaluated: list[tuple[str, ModelResults]] = []
     while len(evaluated) < len(rows):
-        # All rows have one batch size: padding changes the last digits of log-likelihoods (1.5e-5 at
-        # -160 in float32), and with them a few answers. So a batch that does not fit begins anew.
+        # All rows have one batch size: padding changes the last digits of log-likelihoods (1.5e-5
+        # at -160 in float32), and with them a few answers. So a batch that does not fit begins
+        # anew.
         row = rows[len(evaluated)]
         template = (row.tokenizer.chat_template or "") if suite.apply_chat_template else None
         try:
@@ -322,8 +325,8 @@ def _evaluate_models(
         torch.cuda.empty_cache()
         suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
         console.print(
-            f"{problem}; all models are evaluated again, with batch size {suite.batch_size}, because the batch size "
-            "changes the last digits of scores",
+            f"{problem}; all models are evaluated again, with batch size {suite.batch_size},"
+            " because the batch size changes the last digits of scores",
             highlight=False,
             soft_wrap=True,
         )

@@ -52,8 +52,8 @@ class InProcess:
                 self.lm = guarded(load_lm, self.folder, self.tokenizer, self.settings)
             except OutOfMemory as error:  # a smaller batch would not help
                 raise UserError(
-                    f"{self.folder}: the model itself does not fit the device's memory: {error}; free memory, or write "
-                    "eval.dtype: bfloat16"
+                    f"{self.folder}: the model itself does not fit the device's memory: {error};"
+                    " free memory, or write eval.dtype: bfloat16"
                 ) from error
         for key, kind, requests in chunks:
             yield key, *guarded(run_requests, self.lm, kind, requests)
@@ -99,8 +99,8 @@ class WorkerPool:
                 yield future.result()
         except BrokenProcessPool as error:
             raise ResumableError(
-                "a worker process was killed, perhaps because memory ran out; rerun the same command, which continues "
-                "after the cached requests"
+                "a worker process was killed, perhaps because memory ran out; rerun the same"
+                " command, which continues after the cached requests"
             ) from error
         finally:
             # An error in one chunk ends the column: chunks that are not begun are not computed in

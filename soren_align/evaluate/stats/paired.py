@@ -221,9 +221,11 @@ def points_json(rows: Mapping[str, Any]) -> str:
             content[row][column] = {
                 "points": points,
                 "clusters": None if labels is None else cluster_numbers(labels).tolist(),
-                "prompts": hashlib.sha256(
-                    json.dumps(prompts, sort_keys=True, default=str).encode()
-                ).hexdigest(),
+                "prompts": (
+                    hashlib.sha256(
+                        json.dumps(prompts, sort_keys=True, default=str).encode()
+                    ).hexdigest()
+                ),
             }
     return json.dumps({"format": 1, "rows": content}) + "\n"
 
@@ -251,14 +253,15 @@ def read_points(folder: Path) -> dict[str, Points]:
             # clusters.
             if clusters is not None and len(clusters) != len(points):
                 raise UserError(
-                    f"{file} rows.{name}.{column}: has cluster labels for {len(clusters)} questions, but scores "
-                    f"for {len(points)}; {remedy}"
+                    f"{file} rows.{name}.{column}: has cluster labels for {len(clusters)}"
+                    f" questions, but scores for {len(points)}; {remedy}"
                 )
             # The number of labels, not range(max + 1): one large number in a changed file took all
             # memory there (notes/log.md, 2026-11-22).
             if clusters is not None and len(set(clusters)) != max(clusters) + 1:
                 raise UserError(
-                    f"{file} rows.{name}.{column}: the clusters are not numbered from 0 without gaps; {remedy}"
+                    f"{file} rows.{name}.{column}: the clusters are not numbered from 0 without"
+                    f" gaps; {remedy}"
                 )
             columns[column] = ColumnPoints(
                 points, None if clusters is None else np.array(clusters), entry["prompts"]
@@ -269,7 +272,8 @@ def read_points(folder: Path) -> dict[str, Points]:
             mean = 100 * float(columns[column].each.mean()) if column in columns else None
             if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):
                 raise UserError(
-                    f"{file}: the score of {name} in {column} is {mean}, but {score['value']} in {RESULTS}; {remedy}"
+                    f"{file}: the score of {name} in {column} is {mean}, but {score['value']} in"
+                    f" {RESULTS}; {remedy}"
                 )
         rows[name] = columns
     return rows

@@ -128,8 +128,9 @@ def cluster_labels(
             question = doc | {"task": each.task_name}
             if task.cluster not in question:
                 raise UserError(
-                    f"{each.task_name}: the suite has cluster: {task.cluster}, but the questions have no field "
-                    f"{task.cluster}; write one of {', '.join(map(str, doc))}, or task"
+                    f"{each.task_name}: the suite has cluster: {task.cluster}, but the questions"
+                    f" have no field {task.cluster}; write one of {', '.join(map(str, doc))}, or"
+                    " task"
                 )
             labels.append(str(question[task.cluster]))
         return labels
@@ -179,7 +180,7 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
     )
     if abs(statistics.fmean(points) - own) > 1e-9:
         raise UserError(
-            f"{name}: {metric} is not a mean over questions, and models can be compared only by such means; choose "
-            "another metric of the task"
+            f"{name}: {metric} is not a mean over questions, and models can be compared only by"
+            " such means; choose another metric of the task"
         )
     return points

@@ -128,8 +128,8 @@ def unpaired(first: ModelAnswers, later: ModelAnswers) -> dict[str, str]:
             reasons[column] = "its prompts differ, for example by the chat template"
         elif num_a != num_b:
             reasons[column] = (
-                f"{num_b} of its prompts were truncated, but {num_a} of the first model's, because the context "
-                "lengths differ"
+                f"{num_b} of its prompts were truncated, but {num_a} of the first model's, because"
+                " the context lengths differ"
             )
     return reasons
 
@@ -142,8 +142,9 @@ def refuse_unlike(first: tuple[str, ModelAnswers], later: tuple[str, ModelAnswer
     for key in a.settings | b.settings:
         if key not in MODELS_OWN and a.settings.get(key) != b.settings.get(key):
             raise UserError(
-                f"{later_name} was evaluated with {key} = {b.settings.get(key)}, but {first_name} with"
-                f" {a.settings.get(key)}, so their scores cannot be compared; evaluate the two models separately"
+                f"{later_name} was evaluated with {key} = {b.settings.get(key)}, but {first_name}"
+                f" with {a.settings.get(key)}, so their scores cannot be compared; evaluate the two"
+                " models separately"
             )
 
 

@@ -81,7 +81,8 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
             )
         if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
             raise UserError(
-                f"dataset_path: the loader {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}"
+                f"dataset_path: the loader {path} does more than read a file; write"
+                f" {', '.join(PLAIN)}, or {REMEDY}"
             )
         return load_dataset(path, name, *rest, **options)
 

@@ -30,7 +30,10 @@ assert _spec is not None
 assert _spec.origin is not None
 LM_EVAL_TASKS = Path(_spec.origin).parent / "tasks"
 
-_PAGE = "`soren-align docs evaluation` lists all keys of a suite and their defaults (docs/evaluation.md)"
+_PAGE = (
+    "`soren-align docs evaluation` lists all keys of a suite and their defaults"
+    " (docs/evaluation.md)"
+)
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component, since files are named after it."""
 Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
@@ -113,8 +116,8 @@ class Suite(Section):
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Prompts in a forward pass. Fixed, because padding changes the last digits of scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype of the weights during evaluation. In bfloat16 a small update of the weights may be rounded
-    away."""
+    """The dtype of the weights during evaluation. In bfloat16 a small update of the weights may be
+    rounded away."""
     seeds: Seeds = Seeds()
     average: bool = False
     """Whether to add a column with the plain mean of the others."""
@@ -206,7 +209,8 @@ def suite_of(options: Eval) -> Suite:
         changes["tasks"] = [task for task in suite.tasks if task.column not in options.omit]
         if not changes["tasks"]:
             raise UserError(
-                f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one column"
+                f"eval.omit: all columns of suite {suite.name} are omitted; keep at least one"
+                " column"
             )
     return suite.model_copy(update=changes)
 
@@ -262,8 +266,8 @@ def refuse_missing_packages(suite: Suite) -> None:
         if missing:
             install = f"soren-align[{suite.extra}]" if suite.extra else " ".join(missing)
             problems.append(
-                f"{task.column}: lm-eval's task {task.task} needs {join_words(missing)}, not installed here; run "
-                f"`pip install '{install}'`, or {omit}"
+                f"{task.column}: lm-eval's task {task.task} needs {join_words(missing)}, not"
+                f" installed here; run `pip install '{install}'`, or {omit}"
             )
         elif task.nltk_data:
             import nltk
@@ -274,9 +278,10 @@ def refuse_missing_packages(suite: Suite) -> None:
                 except LookupError:
                     name = file.rpartition("/")[2]
                     problems.append(
-                        f"{task.column}: lm-eval's task {task.task} needs nltk's data {name}, which no folder of nltk "
-                        f"contains; run `python -m nltk.downloader {name}`, or copy its folder from another machine to "
-                        f"DIR/{file} and set NLTK_DATA=DIR, or {omit}"
+                        f"{task.column}: lm-eval's task {task.task} needs nltk's data {name}, which"
+                        f" no folder of nltk contains; run `python -m nltk.downloader {name}`, or"
+                        f" copy its folder from another machine to DIR/{file} and set"
+                        f" NLTK_DATA=DIR, or {omit}"
                     )
     if problems:
         raise UserError(*problems)
@@ -329,7 +334,8 @@ def load_published(name_or_path: str, suite_name: str) -> list[Any]:
     # unnoticed.
     if table.suite != suite_name:
         raise UserError(
-            f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"
+            f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name};"
+            " choose another table"
         )
     source = f"{table.source} ({table.model})"
     return [

@@ -87,7 +87,8 @@ def load_tasks(
                 )
             if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in members):
                 raise UserError(
-                    f"{file}: this task runs code that a model writes, which is not supported; choose another task"
+                    f"{file}: this task runs code that a model writes, which is not supported;"
+                    " choose another task"
                 )
             # lm-eval renders a missing field as the text "None", and scores the question without a
             # message.
@@ -105,8 +106,9 @@ def load_tasks(
             if isinstance(task.num_choices, dict) and task.num_choices.keys() != sizes.keys():
                 differing = sorted(task.num_choices.keys() ^ sizes.keys())
                 raise UserError(
-                    f"{suite.path} {task.column}: num_choices and the subtasks of {task.task} differ in "
-                    f"{', '.join(differing)}; write the number of choices of {', '.join(sizes)}"
+                    f"{suite.path} {task.column}: num_choices and the subtasks of {task.task}"
+                    f" differ in {', '.join(differing)}; write the number of choices of"
+                    f" {', '.join(sizes)}"
                 )
             # Checked now: a wrong metric or filter would fail only after the model has answered.
             scores = [key.split(",") for key in score_keys(task)]
@@ -177,8 +179,8 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
             }
             if len(names) != 1:
                 raise UserError(
-                    f"{file}: has {len(names)} dataset_path entries; write exactly one, relative to the data_root of "
-                    f"{suite.path}"
+                    f"{file}: has {len(names)} dataset_path entries; write exactly one, relative to"
+                    f" the data_root of {suite.path}"
                 )
             data = root / names.pop()
             if not data.is_dir():
@@ -287,8 +289,8 @@ def missing_field(settings: dict[str, Any], folder: Path | None) -> str:
                     else f"add {field!r}, or remove this question"
                 )
                 return (
-                    f"{file}:{number}: the question has no {field!r}, which {setting} of the task reads, but only"
-                    f" {', '.join(map(str, record))[:200]}; {remedy}"
+                    f"{file}:{number}: the question has no {field!r}, which {setting} of the task"
+                    f" reads, but only {', '.join(map(str, record))[:200]}; {remedy}"
                 )
     return ""
 
@@ -336,8 +338,8 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
         where = lines[number - 1] if is_known else f"{file}: {task.task_name}, question {number}"
         raise UserError(
             f"{where}{more}: doc_to_target gives {key!r:.60}, which is none of the question's"
-            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); let doc_to_target give the"
-            f" number of the right choice (the first is 0) or its text{remedy}"
+            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); let doc_to_target"
+            f" give the number of the right choice (the first is 0) or its text{remedy}"
         )
 
 
@@ -366,8 +368,8 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     if not equal:
         return ""
     return (
-        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens ({equal[0]}); the first "
-        "of the two choices counts as the answer"
+        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens"
+        f" ({equal[0]}); the first of the two choices counts as the answer"
     )
 
 
@@ -404,8 +406,9 @@ def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None =
         return ""
     first = f"question {long[0]}: {texts[long[0] - 1]:.60}, {sizes[long[0] - 1]} tokens"
     return (
-        f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens} tokens, so that no "
-        f"model can give them ({first}); write a larger max_gen_toks into the task's generation_kwargs"
+        f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens}"
+        f" tokens, so that no model can give them ({first}); write a larger max_gen_toks into the"
+        " task's generation_kwargs"
     )
 
 
@@ -424,8 +427,9 @@ def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
         sharing = [count for count in counts.values() if 1 < count < len(questions)]
         if sharing:
             return (
-                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of the field {field}, "
-                "but the suite names no cluster. Questions with the same text are then treated as independent, which "
-                f"makes intervals too narrow. Write cluster: {field} into the suite"
+                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of"
+                f" the field {field}, but the suite names no cluster. Questions with the same text"
+                " are then treated as independent, which makes intervals too narrow. Write"
+                f" cluster: {field} into the suite"
             )
     return ""

@@ -1,7 +1,8 @@
 """Write the report of a study: a page, the same in Markdown, and a table of all runs.
 
 `contents` is one dict: the tables, the figures and the sentences. The template sections.j2 orders
-them by a reader's questions, the verdict first; html.j2 and md.j2 say how each looks in either form.
+them by a reader's questions, the verdict first; html.j2 and md.j2 say how each looks in either
+form.
 """
 
 import csv

@@ -1,4 +1,6 @@
-"""Show the progress of training: a line that changes in a terminal, lines at intervals elsewhere."""
+"""Show the progress of training: a line that changes in a terminal, lines at intervals
+elsewhere.
+"""
 
 import resource
 import sys
