@@ -2,9 +2,9 @@
 
     python docs/make_architecture.py
 
-The tree is a page of the site too. It has a line per file, from the first sentence of its docstring, so that it cannot differ
-from the file. The picture has a box per room, in the layers of tests/test_layers.py.
-tests/test_docs.py compares the picture with what is made here.
+The tree is a page of the site too. It has a line per file, from the first sentence of its
+docstring, so that it cannot differ from the file. The picture has a box per room, in the layers of
+tests/test_layers.py. tests/test_docs.py compares the picture with what is made here.
 """
 
 import ast
