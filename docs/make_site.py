@@ -4,7 +4,7 @@ server or from the disk.
     make site        or, with zensical installed: python docs/make_site.py
 
 The pages are those of `soren_align.core.shipped.NAVIGATION`, and GENERATED, which the site alone
-has: they say what `soren-align schema`, `--help` and the docstrings say. A copy of each goes into
+has: they repeat `soren-align schema`, `--help` and the docstrings. A copy of each goes into
 `build/site/pages` with its pictures: docs/x.md becomes x.md, a README.md becomes the index of its
 folder. Links between pages are changed accordingly, and a link to a file that is not a page becomes
 its text. Zensical builds the site from the copy, and fails on a broken link. llms.txt has a line

@@ -20,13 +20,14 @@ LAYERS = [{"cli"}, {"study", "doctor"}, {"launch"}, {"planning", "publish"},
           {"optim", "recipe", "testing"}, {"spectral", "tasks"}, {"core"}]  # fmt: skip
 # The rooms that may import each of these dependencies.
 DOORS = {"deepspeed": {"sharding", "launch"}, "torch.distributed": {"sharding", "launch", "doctor"},
-         "trl": {"training"}, "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
+         "trl": {"training", "recipe"}, "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
 WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "tasks", "core"}
 WITHOUT_TORCH |= {f"evaluate/answers/{name}.py" for name in ("comparison", "files")}
 WITHOUT_TORCH |= {f"evaluate/stats/{name}.py" for name in ("intervals", "paired", "points", "power", "significance")}
 WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}
+OTHER_VERSIONS = {("recipe/trl.py", "trl")}  # read where another TRL than trl.json's is installed
 MOST_FILES_TO_A_STEP = 5
 
 
@@ -97,6 +98,8 @@ def wrong_doors(package):
             for dependency, doors in DOORS.items():
                 if (name == dependency or name.startswith(dependency + ".")) and here not in doors:
                     yield f"{file.name} of {here} imports {name}; its doors are {sorted(doors)}"
+            if (str(file.relative_to(package)), name) in OTHER_VERSIONS:
+                continue
             if {here, str(file.relative_to(package))} & WITHOUT_TORCH and name.split(".")[0] in HEAVY:
                 yield f"{file.name} of {here} imports {name}, and must be quick to import"
 

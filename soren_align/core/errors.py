@@ -162,7 +162,7 @@ def machine_failure(
     """
     if isinstance(error, OSError):
         return from_os_error(error, folder)
-    # torch raises no OSError for a file that it maps: the errno stands in its text alone
+    # torch raises a RuntimeError if it cannot map a file: the errno stands in its text alone
     # (notes/log.md).
     if isinstance(error, RuntimeError) and (match := _FILE_OF_TORCH.search(str(error))):
         return from_os_error(OSError(int(match[2]), os.strerror(int(match[2])), match[1]))

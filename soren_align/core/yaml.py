@@ -97,8 +97,8 @@ class _Reader:
                 value = self.value(content, (*at, key.value))
                 for mapping in value if isinstance(value, list) else [value]:
                     if not isinstance(mapping, dict):
-                        found = f"'<<' merges a {type(mapping).__name__}; write a mapping"
-                        raise self._invalid(key, found)
+                        problem = f"'<<' merges a {type(mapping).__name__}; write a mapping"
+                        raise self._invalid(key, problem)
                     merged = mapping | merged
                 continue
             if key.value in own:

@@ -111,7 +111,7 @@ def _builder(path: str, revision: str | None, name: str | None) -> Iterator[Data
             else UserError
         )
         reason, *others = (str(error).strip() or type(error).__name__).splitlines()
-        # datasets raises a bare ValueError for a missing or unknown configuration, and lists all
+        # datasets raises a bare ValueError if a configuration is missing or unknown, and lists all
         # others in the first or second line
         if type(error) is ValueError:
             configurations = " ".join([reason, *others[:1]])

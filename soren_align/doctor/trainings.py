@@ -79,7 +79,7 @@ def speed(machine: Machine) -> Iterator[Finding]:
 
     minimax, shape = MAPS["minimax"], MATRICES[machine.device]
     precision = "float16" if machine.num_gpus else "float32"  # which CPUs emulate
-    # The products alone are what the map cannot save; the rest is launches and memory traffic.
+    # The products alone are what the map cannot save; other time is launches and memory traffic.
     x = torch.randn(*shape, device=machine.device)
     x /= x.norm()
     factor = x.to(getattr(torch, precision))

@@ -44,7 +44,7 @@ def read_data(c: Conversion, evaluates: bool) -> None:
     train = [entry for entry in entries if entry not in held_out]
     if not train:
         raise UserError(f"{root}: all splits are test splits; add a split to train on")
-    # Scores of a model that was trained on a test split mean nothing: the first note says so.
+    # Scores of a model that was trained on a test split mean nothing: the first note states it.
     c.rename(root, "data.train")
     if held_out:
         names = ", ".join(f"{entry['path']} {entry['split']}" for entry in held_out)

@@ -242,7 +242,7 @@ def _settings_of(
         absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"
         was, now = (_comparable(key, group.get(key, absent)) for group in groups)
         yield key, was, now
-    # In thousands of experts the kinds of layouts say more than all of them.
+    # In thousands of experts the kinds of layouts explain more than all of them.
     was, now = (
         [str(WeightLayout.parse(layout)) for layout in group.get("weight_layouts", {}).values()]
         for group in groups
@@ -260,7 +260,7 @@ def _settings_of(
 
 
 def _comparable(key: str, value: Any) -> Any:
-    # The content of a map's file, as a short hash: its numbers say nothing in a message.
+    # The content of a map's file, as a short hash: its numbers have no meaning in a message.
     if key == "map" and isinstance(value, dict):
         return {k: digest(v)[:12] if k == "composition" else v for k, v in value.items()}
     return tuple(value) if isinstance(value, list) else value

@@ -432,13 +432,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
             # An earlier checkpoint lacks settings that were added since, which had their defaults.
-            kept = [
+            groups_before = [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in self.param_groups
             ]
             groups = [
                 _with_layouts(now | was)
-                for now, was in zip(kept, checkpoint["param_groups"], strict=True)
+                for now, was in zip(groups_before, checkpoint["param_groups"], strict=True)
             ]
             state_of_others = {k: v for k, v in checkpoint["state"].items() if k not in numbers}
             return {**checkpoint, "param_groups": groups, "state": state_of_others}

@@ -320,7 +320,7 @@ def param_groups(
     Raises ValueError if no parameter goes to the spectral rule, if others have neither aux_lr nor
     lr, and whatever `route` refuses.
     """
-    # A head among the matrices is the one mistake that routing by blocks can make: say so.
+    # A head among the matrices is the one mistake that routing by blocks can make: report it.
     routes = route(model, aux, matrices, split)
     if (
         matrices == MATRICES

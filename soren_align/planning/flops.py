@@ -298,7 +298,7 @@ class Passes:
         for numbers in zip(
             *(zip(fewer, more, strict=True) for fewer, more in of_kinds), strict=True
         ):
-            # Two and three blocks give the cost of one more block, and the rest. With one block
+            # Two and three blocks give the cost of one more block, and of all else. With one block
             # another tensor would determine the peak (notes/log.md, 2026-11-21).
             slopes = [more - fewer for fewer, more in numbers]
             # Embeddings and head are in the measurement of every kind of block, and count once.

@@ -336,7 +336,7 @@ def on_hub(start: str) -> str | None:
 
 
 def _change(training: dict[str, Any], merged: bool) -> dict[str, Any]:
-    """Return what the page says about the change of the weights, and a warning if training broke
+    """Return the page's sentences about the change of the weights, and a warning if training broke
     or did not change the model.
     """
     # The paper's learning rates change a weight by 1e-9 to 1e-8 a step: a training that does

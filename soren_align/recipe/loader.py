@@ -365,7 +365,7 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
             for key, message in trl.problems(kind, trainer).items():
                 source.report(("trainer", key), message)
     # Files and conflicts are checked on the raw data too: every mistake in one error, also beside
-    # wrong types. An import reports files of another machine and goes on.
+    # wrong types. An import reports files of another machine and continues.
     for problem in problems_beyond_schema(raw, reads_data=on_missing is None):
         if on_missing and problem.kind == MissingError.kind:
             on_missing(f"{dotted(problem.key)}: {problem.message}")

@@ -131,7 +131,7 @@ def set_strategy(
     process too, and the tensors that this rank updates, by group. Raises ValueError, on every rank,
     for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
     """
-    # The innermost optimizer steps; the wrapper around it says who shards: DeepSpeed by its class,
+    # The innermost optimizer steps; the wrapper around it shows who shards: DeepSpeed by its class,
     # FSDP2 by its tensors, and DDP by nothing at all, so that it comes last.
     *wrappers, inner = chain_of(optimizer)
     if not isinstance(inner, SpectralOptimizer):

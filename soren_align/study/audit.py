@@ -88,10 +88,10 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     if not problems:
         has_average = options is not None and suite_of(options).average
         look = look_number(folder, study)
-        found = stats.verdict(
+        differences = stats.verdict(
             file.verdict, study.candidates, answers, average=has_average, look=look
         )
-        study = replace(study, differences=found, num_questions=stats.num_questions(answers))
+        study = replace(study, differences=differences, num_questions=stats.num_questions(answers))
         note_look(folder, study)
         for task in suite_of(options).tasks if options and not options.limit else ():
             number = study.num_questions.get(task.column)

@@ -433,8 +433,8 @@ def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
                         f"{places[start]}{problem.removeprefix(start)}" if start else problem
                     ] = None
             else:
-                found = [Problem(*problem) for problem in _against_recipe(study, recipe)]
-                problems |= dict.fromkeys(sentences(found, lines))
+                unlike = [Problem(*problem) for problem in _against_recipe(study, recipe)]
+                problems |= dict.fromkeys(sentences(unlike, lines))
     return list(problems)
 
 

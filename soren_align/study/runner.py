@@ -96,7 +96,7 @@ def _extended(progress: Progress, console: Terminal, *, yes: bool) -> bool:
     """Extend the search where selected values lie at ends of their spaces, if the user agrees;
     returns whether it was.
 
-    Nobody is asked who is not at a terminal, or once final runs have been started.
+    There is no question without a terminal, or once final runs have been started.
     """
     with _exclusive(progress.folder):
         runs = progress.update()

@@ -1,15 +1,12 @@
 """Findings about data and chat template that do not stop a run."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import data
 from ..core.errors import UserError
 from ..recipe import Recipe, columns_text, compute_dtype
 from ..recipe.parallel import gradient_notice
-
-if TYPE_CHECKING:
-    from .setup import TrainingSetup
 
 UNKNOWN_SHARE = 0.001
 """Share of unknown tokens from which a notice reports them. A tenth of a percent is a word in every
@@ -17,15 +14,13 @@ other page."""
 
 
 def setup_notices(
-    setup: "TrainingSetup",
-    max_length: int | None,
-    positions: int | None,
-    template_notices: Sequence[str],
+    setup: Any, max_length: int | None, positions: int | None, template_notices: Sequence[str]
 ) -> Iterator[str]:
     """Yield the notices about the tokens that are trained.
 
-    positions: of the model, if its config has a number. template_notices: those about the chat
-    template, one of which is about the stop token.
+    setup: a TrainingSetup, whose module imports this one. positions: of the model, if its config
+    has a number. template_notices: those about the chat template, one of which is about the stop
+    token.
     """
     recipe, counts, packing = setup.recipe, setup.account, setup.packing
     if not counts.stop_token_trained and not template_notices:
@@ -66,7 +61,7 @@ def setup_notices(
         )
 
 
-def _loss_notices(setup: "TrainingSetup") -> Iterator[str]:
+def _loss_notices(setup: Any) -> Iterator[str]:
     """Yield notices about which tokens are in the loss, and whether the template is used."""
     recipe, dataset = setup.recipe, setup.splits.train.dataset
     columns = dataset.column_names

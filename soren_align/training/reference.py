@@ -193,8 +193,8 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of
     all ranks in their order, so that runs with different numbers of processes differ.
     """
-    # Gather: under DDP and FSDP2 the first rank has read the whole model; under ZeRO 3 nobody has
-    # it.
+    # Gather: under DDP and FSDP2 the first rank has read the whole model; under ZeRO 3
+    # no rank has it.
     is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
     if not (is_sharded or ranks.is_first):
         return ""

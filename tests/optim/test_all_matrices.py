@@ -5,6 +5,7 @@ import torch
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.optim import build_optimizer, param_groups, route
+from soren_align.optim.layout import WeightLayout
 from tests.support.tiny_models import tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -49,8 +50,8 @@ def test_every_other_parameter_of_two_dimensions_is_one_too():
 def test_transposed_weights_are_mapped_as_before():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=1, n_head=2))
     weight_layouts = {r.name: r.layout for r in route(model, matrices="all-2d") if r.rule == "spectral"}
-    assert weight_layouts["transformer.wte.weight"] == weight_layouts["transformer.wpe.weight"] == "linear"
-    assert weight_layouts["transformer.h.0.mlp.c_fc.weight"] == "transposed"
+    assert weight_layouts["transformer.wte.weight"] == weight_layouts["transformer.wpe.weight"] == WeightLayout()
+    assert weight_layouts["transformer.h.0.mlp.c_fc.weight"] == WeightLayout(transposed=True)
 
 
 def released(n: torch.Tensor) -> torch.Tensor:

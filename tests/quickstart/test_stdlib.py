@@ -3,7 +3,7 @@
 import sysconfig
 
 import pytest
-from studies import ngrams
+from research.studies import ngrams
 from tests.support.tiny_run import TinyRun
 
 

@@ -308,7 +308,7 @@ def stats(
     metrics = {task: scores.metric for task, scores in models[first].items()}
     results = make_results(models, answers, notes, mean)
     # The minimum detectable effects of all differences, in points, by model and column.
-    # A difference that is not significant says nothing without the effect that so many questions
+    # A difference that is not significant is no finding without the effect that so many questions
     # would have shown.
     smallest: dict[str, dict[str, float]] = {}
     differences = {row["name"]: row.get("differences") or {} for row in results["rows"]}

@@ -181,7 +181,7 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
 
 
 def _answer(record: dict[str, Any], is_samples: bool, columns: Columns, place: str) -> _Answer:
-    """Return a record's answer; the options say where parts of it stand."""
+    """Return a record's answer; the options name where parts of it stand."""
     key, scores = next((record[n] for n in IDS if record.get(n) not in (None, "")), None), record
     task = next((record[n] for n in TASKS if record.get(n) not in (None, "")), None)
     content, prompt, filter_name = record.get("question"), None, ""

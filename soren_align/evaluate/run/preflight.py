@@ -348,7 +348,7 @@ class Probe:
                 f" another chat template, or {self._remedy(task)}"
             )
             return
-        # For the comparison of rows: models are compared only if their prompts are equal.
+        # For the comparison of models: they are compared only if their prompts are equal.
         self.prompts[task.column] = [request.args[0] for request in requests]
         context, is_truncated = self.row.context, False
         try:

@@ -115,8 +115,8 @@ def search_figure(study: Study) -> Figure | None:
     }
     lines: dict[int, list[Curve]] = {}
     for i, candidate in enumerate(study.candidates):
-        found = curves.trial_metrics(study, candidate)
-        best = curves.expected_best(found, study.higher_is_better)
+        values = curves.trial_metrics(study, candidate)
+        best = curves.expected_best(values, study.higher_is_better)
         lines[i] = [[(float(num), value) for num, value in enumerate(best, 1)]]
     title = f"expected best {text.metric_name(study)}"
     expected = _lines_panel(study, title, "trials", lines, is_cut=True)

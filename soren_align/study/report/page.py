@@ -1,7 +1,7 @@
 """Write the report of a study: a page, the same in Markdown, and a table of all runs.
 
 `contents` is one dict: the tables, the figures and the sentences. The template sections.j2 orders
-them by a reader's questions, the verdict first; html.j2 and md.j2 say how each looks in either
+them by a reader's questions, the verdict first; html.j2 and md.j2 define how each looks in either
 form.
 """
 
@@ -272,11 +272,11 @@ def answer_table(evaluations: Evaluations) -> tuple[str, Table] | None:
     for name, output, results in evaluations:
         if output is not None and results is not None and len(results["rows"]) > 1:
             *_, start, own = results["rows"]
-            if found := of_evaluation(output, results, own, start):
-                answers[name] = found
+            if sample := of_evaluation(output, results, own, start):
+                answers[name] = sample
     rows: dict[str, list[str]] = {}
-    for found in answers.values():
-        for (prompt, before, after), target in zip(found.rows, found.targets, strict=True):
+    for sample in answers.values():
+        for (prompt, before, after), target in zip(sample.rows, sample.targets, strict=True):
             rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
     # A question that one of the models was not asked, or whose samples are lost, is left out.
     head = ["", "right answer", "start", *answers]
@@ -373,13 +373,13 @@ def contamination_table(study: Study) -> Table:
     without them.
     """
     rows = []
-    for column, found in (study.contamination or {}).items():
+    for column, overlap in (study.contamination or {}).items():
         keys = ("questions", "overlapping", "exact", "examples_read")
         scores = [
             f"{name} {score['value']:.1f} ({score['change']:+.1f})"
-            for name, score in found.get("scores", {}).items()
+            for name, score in overlap.get("scores", {}).items()
         ]
-        rows.append([column, *(number(found.get(key)) for key in keys), "\n".join(scores) or "-"])
+        rows.append([column, *(number(overlap.get(key)) for key in keys), "\n".join(scores) or "-"])
     head = ["", "questions", "overlapping", "as a whole", "examples read"]
     return Table([*head, "scores without these (change)"], rows)
 

@@ -202,7 +202,7 @@ def legend(study: Study) -> str:
     reference = _only_reference(study)
     if reference is None:
         return ""
-    # Signs against several references could not be told apart.
+    # Signs against several references would look alike.
     signs = [f"▲ better than {reference}", "▼ worse"]
     if rules_of(study).equivalence:
         signs.append("= equivalent")
