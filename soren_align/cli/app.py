@@ -64,15 +64,6 @@ RecipeArgument = Annotated[
         "RECIPE", "A recipe: a file, or a name that `soren-align recipes` lists.", shipped.recipes
     ),
 ]
-RecipeOrStudy = Annotated[
-    str,
-    files.named(
-        "RECIPE_OR_STUDY",
-        "A recipe or study: a file, or a name that `soren-align recipes` lists.",
-        shipped.recipes,
-        shipped.studies,
-    ),
-]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

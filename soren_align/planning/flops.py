@@ -70,13 +70,6 @@ _CUSTOM_FLOPS = {
 }
 
 
-def data_sheet(device: str) -> str | None:
-    """The key in PEAKS of a GPU's chip, by the name that CUDA has for it: an H200 is an H100 with
-    other memory.
-    """
-    return next((name for name in PEAKS if name in device.replace("H200", "H100")), None)
-
-
 @dataclass(frozen=True)
 class Compute:
     """Activations are of one process, FLOPs of a whole step on all processes."""

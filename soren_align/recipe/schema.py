@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 
-from ..core.document import Section, value_at
+from ..core.document import Section
 from ..core.errors import UserError
 from ..core.files import read_json, resolve_path
 from ..tasks import TASKS, TaskName
@@ -433,22 +433,6 @@ def resolve(recipe: Recipe) -> Recipe:
         # TRL's own default cuts long examples short
         trainer = {**trainer, "packing_strategy": "bfd_split"}
     return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})
-
-
-def is_derived(recipe: Recipe, key: str) -> bool:
-    """Whether a resolved recipe's key, dotted, has the value that it has where it is not set:
-    `resolve` writes it, or it is a default."""
-    values = recipe.model_dump()
-    *sections, last = key.split(".")
-    section = value_at(values, tuple(sections))
-    if not isinstance(section, dict) or last not in section:
-        return False
-    value = section.pop(last)
-    try:
-        again = resolve(Recipe.model_validate(values))
-    except ValidationError:  # a required key
-        return False
-    return value_at(again.model_dump(), (*sections, last)) == value
 
 
 def trains_adapter(model: Model) -> bool:

@@ -1,13 +1,12 @@
 """Normalized scores: 0 for answers at random, the plain mean of subtasks, and differences that can be tested."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.intervals import score_points
-from soren_align.evaluate.stats.paired import ModelAnswers, read_sample_points
+from soren_align.evaluate.stats.paired import ModelAnswers
 from soren_align.evaluate.stats.points import above_random, metric_points, normalize, points_without
 from soren_align.evaluate.stats.significance import compare_pairs, contamination_section
 from soren_align.evaluate.suite import suites
@@ -59,13 +58,6 @@ def test_without_some_questions_the_score_is_the_mean_of_the_subtasks_of_the_oth
     model = ModelAnswers({}, points={"musr": points}, subtasks={"musr": subtasks})
     (score,) = contamination_section(overlaps, [("base", model)])["musr"]["scores"].values()
     assert score["value"] == pytest.approx(100 * others.mean())
-
-
-def test_samples_give_the_points_of_the_evaluation(tmp_path):
-    samples = [{"task": name, "filter": "none", "acc": p} for name, own in RAW.items() for p in own]
-    file = tmp_path / "musr.jsonl"
-    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    assert read_sample_points(file, "acc", "none", MUSR) == [p for own in normalize(RAW, MUSR).values() for p in own]
 
 
 def test_an_interval_of_a_normalized_score_may_lie_below_0():

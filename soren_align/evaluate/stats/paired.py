@@ -19,7 +19,6 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
@@ -34,7 +33,6 @@ from ...core.errors import UserError
 from ...core.files import file_sha256
 from ..report.results import NAME as RESULTS
 from ..report.results import POINTS, read_results
-from .points import NumChoices, metric_points, normalize
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
@@ -277,36 +275,3 @@ def read_points(folder: Path) -> dict[str, Points]:
                 )
         rows[name] = columns
     return rows
-
-
-MAX_SAMPLES = 64 << 20
-"""Bytes of a column's samples. Those of few-shot prompts are larger, and would take minutes to
-read."""
-
-
-def read_sample_points(
-    file: Path, metric: str, filter_name: str, num_choices: NumChoices | None = None
-) -> list[float] | None:
-    """Return the points that lm-eval's samples of a column have; None of a file above MAX_SAMPLES.
-
-    file: samples/<row>/<column>.jsonl. num_choices: see `normalize`.
-    Raises UserError if the file is missing or damaged.
-    """
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: is missing; evaluate the run again")
-    if file.stat().st_size > MAX_SAMPLES:
-        return None
-    try:
-        by_subtask: dict[str, list[Any]] = {}
-        parts = metric.split("+")  # whole samples in memory would take half as long again
-        for sample in map(json.loads, file.read_bytes().splitlines()):
-            if sample["filter"] == filter_name:
-                by_subtask.setdefault(str(sample["task"]) if num_choices else "", []).append(
-                    {part: sample[part] for part in parts}
-                )
-        points = {name: metric_points(samples, metric) for name, samples in by_subtask.items()}
-        return [*chain(*normalize(points, num_choices).values())]
-    except (ValueError, TypeError, KeyError, RecursionError, ZeroDivisionError) as error:
-        raise UserError(
-            f"{file}: is damaged ({type(error).__name__}); evaluate the run again"
-        ) from None
