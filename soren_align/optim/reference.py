@@ -1,6 +1,8 @@
 """The optimizers in plain torch: one process, whole matrices, the SVD, no speed.
 
-For readers, and for the tests, which compare every fast way with it. A matrix W with gradient G:
+For readers, and for tests/optim/test_reference.py, which compares the maps of Soren, Muon and
+HTMuon with it on one process; several ranks are compared with one (tests/sharding). W has gradient
+G:
 
     M <- b M + (1 - b) G                   momentum, at first 0
     N <- b M + (1 - b) G                   Nesterov

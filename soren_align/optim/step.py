@@ -28,8 +28,8 @@ decides what is sent:
     DDP            Each rank has all of W, G and M, and updates all of M. The owner alone maps its
                    matrices and updates their W, which is broadcast while the next bucket is mapped.
 
-DeepSpeed calls `step()` once per parameter group (ZeRO 3: per sub-group), so that two optimizer
-steps of matrices and other parameters are four calls, each with its own checks.
+DeepSpeed calls `step()` once per parameter group (ZeRO 3: per sub-group): matrices and other
+parameters are two calls in each optimizer step, each with its own checks.
 
 The exchanges are in optim/exchange.py (one process), sharding/gather.py and sharding/ddp.py; owners
 and buckets in sharding/plan.py. Second moments of elements lie in shards as W does: they divide O

@@ -1,4 +1,4 @@
-"""Every fast way takes the steps of optim/reference.py, which is plain torch with singular value decompositions."""
+"""The optimizers take the steps of optim/reference.py, which is plain torch with singular value decompositions."""
 
 import inspect
 
