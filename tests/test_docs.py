@@ -144,6 +144,8 @@ def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
     hill([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
     expected = torch.eye(3, 2) - torch.tensor([[0.9, 0.0], [0.0, 0.8], [0.0, 0.0]])
     torch.testing.assert_close(weight.detach(), expected)
+    assert hill.keywords()["tau"] == 0.1
+    assert type(pickle.loads(pickle.dumps(hill([weight], 1.0)))) is vars(optimizers_module).pop("Hill")
     section = optimizer_sections.section_of(record)
     settings = section(name="hill", lr=1.0)
     assert (settings.map_settings, settings.title) == ({"tau": 0.1}, "Hill")

@@ -119,9 +119,10 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     with quiet_libraries(), ExitStack() as stack:
         # Join the ranks. What the first rank has refused, all raise: a rank that ended alone would
         # leave the others waiting until the timeout.
-        number = os.environ.get("WORLD_SIZE", "1")
-        waiting = loading(console, f"Waiting for all {number} processes")
-        with waiting if number != "1" else nullcontext():
+        number, waiting = os.environ.get("WORLD_SIZE", "1"), nullcontext()
+        if number != "1":
+            waiting = loading(console, f"Waiting for all {number} processes")
+        with waiting:
             init_process_group(timeout_seconds)
         ranks = current_ranks()
         with ranks.main_process_first():

@@ -241,13 +241,20 @@ def optimizer_of(record: SpectralMap) -> type[RegisteredMap]:
     ) -> None:
         SpectralOptimizer.__init__(self, params, lr, **{**record.plain_defaults, **settings})
 
+    def keywords(cls: type[RegisteredMap]) -> dict[str, Any]:
+        return {**super(RegisteredMap, cls).keywords(), **record.plain_defaults}
+
     members = {
         "__doc__": record.doc,
         "__init__": construct,
+        "keywords": classmethod(keywords),
         "record": record,
         "map_settings": setting_checks(record),
     }
-    return type(record.label, (RegisteredMap,), members, name=record.optimizer)
+    optimizer = type(record.label, (RegisteredMap,), members, name=record.optimizer)
+    # pickle finds a class by its module and name.
+    globals()[record.label] = optimizer
+    return optimizer
 
 
 class AdamW(SpectralOptimizer, name="adamw"):

@@ -15,7 +15,7 @@ def test_the_registry_needs_no_torch():
 
 def test_soren_chooses_among_its_maps_and_the_other_optimizers_have_one_each():
     assert {name for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"} == set(SOREN_MAPS)
-    assert {spectral_map.optimizer for spectral_map in MAPS.values()} == {"soren", "muon", "htmuon"}
+    assert {spectral_map.optimizer for spectral_map in MAPS.values()} >= {"soren", "muon", "htmuon"}
 
 
 @EVERY_MAP

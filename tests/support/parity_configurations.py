@@ -54,7 +54,6 @@ CONFIGURATIONS = (
     Configuration("high_pass", Run({"map": "high_pass"})),
     Configuration("soft_sign", Run({"map": "soft_sign"})),
     Configuration("random, full rank", Run({"map": "identity"}, null_map="RANDOM", full_rank=True)),
-    Configuration("shuffled, full rank", Run({"map": "identity"}, null_map="SHUFFLED", full_rank=True)),
     Configuration("all 2-D", Run({"map": "released", "adjust_lr_fn": "original", "matrices": "all-2d", "aux": ()})),
     Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
     Configuration("LoRA", Run(clip=0.05, lora=True)),
