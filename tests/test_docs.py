@@ -1,6 +1,7 @@
 """The pages agree with the code: generated parts are current, and what a page names exists."""
 
 import ast
+import pickle
 import re
 from pathlib import Path
 
