@@ -1,5 +1,6 @@
 """A study runs to its end, whatever is killed, and as many runs at a time as one likes give the same bits."""
 
+import errno
 import hashlib
 import io
 import json
@@ -153,14 +154,25 @@ def test_a_study_on_a_full_disk_stops_and_resumes_to_the_bits_of_an_undisturbed_
     """At three moments of the search and of the final runs."""
     folder, arguments = tmp_path / "study", short(tmp_path)
     monkeypatch.setattr(runner, "start_run", train_here)
-    for number in (5, 20, 6):  # of checks of the free space, of which a run has four
-        room = iter([2**40] * number)
+    seal = checkpoints.seal
+
+    def failing_after(number):
+        room = iter([True] * number)
+
+        def seal_or_fail(checkpoint, *arguments):
+            if not next(room, False):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoint))
+            seal(checkpoint, *arguments)
+
+        return seal_or_fail
+
+    for number in (1, 4, 2):  # checkpoints that the disk has room for
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "free_bytes", lambda _, room=room: next(room, 3))
+            patch.setattr(checkpoints, "seal", failing_after(number))
             result = command.run(*arguments)
         assert result.returncode == 2, result.stderr
         assert "the study stopped, and no result is lost" in result.stderr
-        assert " (3 and " in result.stderr  # bytes free and needed
+        assert "bytes free" in result.stderr
         assert not (folder / "study.json").exists()
         statuses = [RunFolder(file.parent).read() for file in folder.glob("*/*/*/run.json")]
         assert sum(bool(record.get("resumable")) and record["status"] != "finished" for record in statuses) == 1
