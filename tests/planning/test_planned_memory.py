@@ -93,8 +93,8 @@ def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):
     plan, _ = planning.plan_training(loaded)
     planned = {part["name"]: part["num_bytes"] for part in plan["processes"]["memory"]}
     real = measured(loaded)
-    if "map workspace" not in planned:
-        real["AdamW workspace"] = real.pop("map workspace")
+    if "map workspace" not in planned:  # AdamW's fused step of float32 weights allocates nothing
+        assert real.pop("map workspace") < 1e-3 * real["weights"]
     assert planned.keys() == real.keys()
     for part in real:
         assert planned[part] == pytest.approx(real[part], rel=0.05), part

@@ -140,11 +140,11 @@ def run():
     (longer, None, None),
     (sampling, None, None),
     (killed, "lost", "LostRankError: another rank failed ("),
-    (stopped, "lost", "LostRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
+    (stopped, "lost", "SilentRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
     (refused, "UserError: write this", "UserError: write this"),
     (defective, "TypeError: a defect", "LostRankError: rank 0 failed (TypeError: a defect); read the output of rank 0"),
     (interrupted, "KeyboardInterrupt: ", "KeyboardInterrupt: "),
-    (silent, "LostRankError: another rank did not answer for 2 s. Rerun", "lost"),
+    (silent, "SilentRankError: another rank did not answer for 2 s. Rerun", "lost"),
     (ended, "LostRankError: another rank failed (", "lost"),
 ])  # fmt: skip
 def test_what_happens_to_one_rank_is_a_sentence_on_the_other(run, job, first, other):
