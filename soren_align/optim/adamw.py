@@ -114,6 +114,8 @@ def _can_be_fused(*tensors: Tensor) -> bool:
         tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1)
         for t in tensors
     }
+    # Dense: each stride, from the smallest on, is the number of elements within it, so that there
+    # are no gaps, such as a slice has.
     dense = 1
     for stride, length in sorted(next(iter(layouts))):
         if stride != dense:

@@ -73,6 +73,8 @@ def split_layout(
 
     Raises ValueError, in one sentence, if the weight cannot be divided so.
     """
+    # Experts' weights and torch's attention are several matrices without being asked (see
+    # `layout`).
     place, is_transposed = f"split: {name}", layout.transposed
     if len(shape) != 2 or layout not in (LINEAR, WeightLayout(transposed=True)):
         raise ValueError(
@@ -111,6 +113,8 @@ def split_layout(
                 "counts if each "
                 f"projection's {row}s are adjacent, or [heads]"
             )
+    # Row counts need no knowledge of the architecture, so that they work for any weight; names are
+    # translated by the model's config.
     if all(isinstance(block, int) for block in blocks):
         named = [(str(number), int(block)) for number, block in enumerate(blocks)]
     else:
@@ -128,6 +132,8 @@ def split_layout(
             f"{place}: has {num_rows} {row}s, but {text} = {total}; write {row} counts with the "
             f"sum {num_rows}"
         )
+    # Blocks of columns are no intervals of the parameter: they stay one weight, which
+    # `WeightLayout.split` can view as equal parts only.
     if is_transposed and len({size for _, size in named}) > 1:
         raise ValueError(
             f"{place}: stores its projections in columns, and blocks of columns need equal sizes, "
@@ -141,6 +147,8 @@ def split_layout(
 def _is_contiguous(name: str, config: Any) -> bool:
     """Whether a fused weight stores its projections one after another."""
     layer, model_type = layer_of(name), getattr(config, "model_type", None)
+    # Only with one head of keys and values, and in the older architecture, does Falcon append k and
+    # v to all of q (test_falcon_is_contiguous_only_with_one_key_and_value).
     if model_type == "falcon":
         return config.multi_query and not config.new_decoder_architecture
     if model_type == "gpt_bigcode":
@@ -158,6 +166,7 @@ def _head_dim(name: str, place: str, config: Any) -> int:
     num_heads, width = (
         getattr(text_config, key, None) for key in ("num_attention_heads", "hidden_size")
     )
+    # head_dim first: in some architectures heads times head_dim is not the hidden size.
     if size := getattr(text_config, "head_dim", None) or (
         num_heads and width and width // num_heads
     ):

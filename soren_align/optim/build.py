@@ -55,6 +55,7 @@ def build_optimizer(
             f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}"
         )
     cls = OPTIMIZERS[name]
+    # Left out rather than passed on: Muon's own default is a word, and None would be "none" to it.
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
     # Checked here: the constructor would name a class and an argument that no user has written.

@@ -63,6 +63,8 @@ class Shard:
         All of a local tensor keeps its shape and strides, and so do one of its expert weights and a
         block of its rows; any other shard is one-dimensional.
         """
+        # Views, never copies: a step writes through them into the weight, the momentum and the
+        # state.
         here = local(tensor)
         if self.numel == here.numel():
             return here
@@ -105,6 +107,7 @@ def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Sha
     # One flat tensor per parameter and name: launchers shard and save it beside the momentum.
     ends: dict[tuple[int, str], int] = defaultdict(int)
     for shard in shards if map_state else ():
+        # By the identity of the parameter: a comparison of tensors would be elementwise.
         for key, size in map_state_sizes(shard.shape, shard.layout, map_state).items():
             first, last = share_of_state(shard.shape, shard.offset, shard.numel, size)
             start = ends[id(shard.parameter), key]
@@ -137,6 +140,8 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
     batches = []
     for (shape, layout, dtype, device), equal in indices.items():
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
+        # The bound is of the workspace, not of the matrices: a map of one 2048 x 2048 needs several
+        # times the memory of its input, and a batch as many times more as it has matrices.
         size = max(
             1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize))
         )
@@ -162,6 +167,8 @@ def staged(tensor: Tensor, device: torch.device | None) -> Tensor:
 
     The host does not wait for that copy; torch keeps a pinned block until its copies are done.
     """
+    # CPU offload: momenta lie in the memory of the host, and each map input makes this way. A copy
+    # from pageable memory would stop the host until it has ended.
     if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -225,6 +232,7 @@ def whole_batches(
 ) -> Iterator[Batch]:
     """Shards that are whole weights, in batches on `device`; None: each where it is."""
     adapt = request.adapt
+    # Dtype and device belong to the kind: a batch is one tensor.
     kinds: list[WeightKind] = [
         (s.shape, s.layout, map_dtype(s.parameter), device or s.parameter.device) for s in shards
     ]
@@ -235,6 +243,7 @@ def whole_batches(
         )
         states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
 
+        # A default argument, since the loop changes `members` before the last pairs are read.
         def pairs(outputs: Sequence[Tensor], members=members) -> Iterator[tuple[Shard, Tensor]]:
             for shard, output in zip(members, outputs, strict=True):
                 yield shard, output if adapt is None else adapt(shard, output)
@@ -272,6 +281,7 @@ def batch_of(
         }
 
     def returned(output: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        # A single weight's state was mapped in place; that of a batch is a stacked copy.
         for key, values in state.items() if len(members) > 1 else ():
             for old, new in zip(states[key], values, strict=True):
                 old.copy_(new.reshape(-1))
@@ -294,6 +304,7 @@ class Exchange:
 
     def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
         """This rank's shards of the matrices, with the tensors' state."""
+        # Found anew at each step: an optimizer replaces its state when it loads a checkpoint.
         for shard in self._weights:
             shard.state = state[shard.parameter]
         return self._weights

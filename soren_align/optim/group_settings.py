@@ -80,6 +80,7 @@ def number(bounds: Bounds, names: Mapping[str, float] = {}) -> Check:
                     f"found {value!r}; write a number, or {' or '.join(map(repr, names))}"
                 )
             return names[value]
+        # torch's optimizers take a learning rate that is a tensor, too.
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
         if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
@@ -100,11 +101,15 @@ def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
     """The checks of a map's settings."""
     checks: dict[str, Check] = {}
     for key, setting in spectral_map.settings.items():
+        # A map's settings are declared once, in its record: bounds for numbers, choices for words,
+        # the type of the default for what is left.
         if not (bounds := setting.bounds):
             kind = dict | None if setting.default is None else type(setting.default)
             words = {str: "a text", bool: "True or False"}.get(kind, "a record, or None")
             free = check_that(lambda value, kind=kind: isinstance(value, kind), words)
             checks[key] = choice(setting.choices) if setting.choices else free
+        # Counts are checked before numbers in general: 4.5 steps would fail in `range` only, and
+        # True is an int to Python.
         elif isinstance(setting.default, int):
             checks[key] = check_that(
                 lambda value, bounds=bounds: (
@@ -211,6 +216,7 @@ def refuse_changed_settings(
             "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is "
             "short"
         )
+    # All at once: who has changed three settings need not resume three times to learn of them.
     differences = [
         f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer"
         for index, groups in enumerate(zip(saved, current, strict=True))
@@ -231,6 +237,8 @@ def _settings_of(
     compared.
     """
     groups = (saved, current)
+    # States are loaded by position, so that this is compared first and names, if both have them,
+    # last.
     yield "number of parameters", len(saved["params"]), len(current["params"])
     rules = [group.get("rule", "") for group in groups]
     keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(

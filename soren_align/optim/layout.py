@@ -130,6 +130,8 @@ def _parsed(text: str) -> WeightLayout:
     if "blocks" not in words:
         return layout
     blocks: list[tuple[str, int]] = []
+    # "12*8" is written for 12 heads of 8 rows: a name for each would make a group's settings as
+    # long as its weights.
     for word in words[words.index("blocks") + 1 :]:
         number, times, size = word.partition("*")
         name, _, own_size = word.partition(":")
@@ -210,6 +212,8 @@ def share_of_state(shape: Sequence[int], offset: int, numel: int, size: int) -> 
 
     In proportion: a number per row lies with the row's first element, on whatever rank that is.
     """
+    # Both ends are rounded up, so that neighbouring shards share no number and leave none out
+    # (test_each_number_of_the_state_lies_on_one_rank_of_flat_shards).
     total = max(1, math.prod(shape))
     return -(-offset * size // total), -(-(offset + numel) * size // total)
 

@@ -42,6 +42,8 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
             f"map {name!r} has no setting {key!r}; "
             + (f"write one of {', '.join(map(repr, defaults))}" if defaults else f"remove {key!r}")
         )
+    # Complete, so that a checkpoint and run.json record the value that was used, and not that of a
+    # later version's default.
     checked = checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)
     return {"name": name, **SOREN_MAPS[name].complete(checked)}
 
@@ -60,6 +62,7 @@ class RegisteredMap(SpectralOptimizer):
         """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it
         is.
         """
+        # float64 is asked for by tests of parity, which a map in float16 could not pass.
         on_gpu = x.is_cuda and x.dtype == torch.float32
         return spectral_map.factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
@@ -241,6 +244,8 @@ def optimizer_of(record: SpectralMap) -> type[RegisteredMap]:
     ) -> None:
         SpectralOptimizer.__init__(self, params, lr, **{**record.plain_defaults, **settings})
 
+    # The constructor above takes its settings by **settings, so that they can't be read off its
+    # signature, as `SpectralOptimizer.keywords` reads those of the other classes.
     def keywords(cls: type[RegisteredMap]) -> dict[str, Any]:
         return {**super(RegisteredMap, cls).keywords(), **record.plain_defaults}
 

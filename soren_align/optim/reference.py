@@ -63,6 +63,8 @@ class ReferenceOptimizer:
         for weight, average in zip(self.matrices, self.momenta, strict=True):
             grad = weight.grad
             assert grad is not None
+            # The lines of the module's docstring, in their order: N reads the momentum of this
+            # step.
             average.mul_(b).add_((1 - b) * grad)
             n = b * average + (1 - b) * grad if self.nesterov else average
             output = map_singular_values(n, self.f)

@@ -30,6 +30,8 @@ def master_weights(parameter: Tensor, compensation: Tensor | None) -> Tensor:
     """
     if compensation is None:
         return parameter
+    # Integers and not a sum of two floats: the two halves are bits of one float32, and every one of
+    # them comes back (test_weights_and_compensation_are_a_float32_and_back).
     upper = parameter.view(torch.int16).to(torch.int32) << 16
     return upper.add_(compensation).view(torch.float32)
 
@@ -77,6 +79,7 @@ def chunks(*tensors: Tensor | None, numel: int = CHUNK) -> Iterator[tuple[Any, .
         tensors = tuple(None if tensor is None else tensor.view(-1) for tensor in tensors)
         present = [present[0].view(-1)]
     length = present[0].shape[0]
+    # A flat tensor is cut anywhere, one that cannot be viewed flat along its first dimension.
     step = numel * length // present[0].numel()  # indices of the first dimension per chunk
     for start in range(0, length, max(step, 1)):
         # One index of the first dimension may be too large: it is divided further, along the next
@@ -109,6 +112,7 @@ class Sums:
     def add(self, start: int, *values: Tensor) -> None:
         """Add scalars of one device to the sums number `start` and following."""
         device = values[0].device
+        # On the device: a sum on the host would wait for the GPU at each term.
         if device not in self._by_device:
             self._by_device[device] = torch.zeros(self._length, dtype=torch.float64, device=device)
         self._by_device[device][start : start + len(values)] += torch.stack(

@@ -96,6 +96,8 @@ class _Occurrence:
             return self._layout_of_experts(name)
         if num_dimensions != 2:
             return None
+        # By the class as well as by the name: another module's `in_proj_weight` may store something
+        # else.
         if isinstance(owner, nn.MultiheadAttention):
             return _OF_ATTENTION.get(name)
         if name != "weight":
@@ -108,6 +110,8 @@ class _Occurrence:
     def _layout_of_experts(self, name: str) -> WeightLayout | None:
         owner = self.owner
         if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
+            # JetMoE's class is used for the MLP, whose input is gate and up-projection together,
+            # and for the attention's outputs, which are one matrix.
             is_of_mlp = _is_of_transformers(self.around, "JetMoeMoE")
             is_input = is_of_mlp and self.around.input_linear is owner
             return WeightLayout(parts=GATE_UP) if is_input else LINEAR
@@ -119,6 +123,8 @@ class _Occurrence:
         is_transposed = is_llama4 or bool(owner.is_transposed)
         if name != "gate_up_proj":
             return WeightLayout(is_transposed)
+        # gpt-oss alternates the columns of gate and up. Alternating rows are stored by no
+        # architecture that we know, so that such experts go to AdamW rather than to a guess.
         if is_llama4 or owner.is_concatenated:
             return WeightLayout(is_transposed, GATE_UP)
         return WeightLayout(True, GATE_UP, interleaved=True) if is_transposed else None
@@ -150,6 +156,7 @@ def route(
     obstacles = of_adapters | _of_heads(model)
     needs_block = _is_language_model(model) or _has_blocks(parameters)
     routes = []
+    # By identity: a tied parameter is met once, with all of its names.
     for parameter, occurrences in parameters.items():
         shape, is_factor = whole_shape(parameter), parameter in factors
         obstacle = obstacles.get(parameter) or _obstacle(occurrences, shape, aux, needs_block)
@@ -163,6 +170,7 @@ def route(
         is_spectral = not obstacle
         if matrices == "all-2d" and len(shape) == 2:  # the obstacle remains as its reason
             is_spectral = not (parameter in of_adapters or _glob_of(occurrences, aux))
+        # Under "all-2d" also parameters of no linear layer are mapped, as the matrix that they are.
         layout = occurrences[0].layout(len(shape)) or LINEAR
         rule = "spectral" if is_spectral else "adamw"
         whole = Route(occurrences[0].name, parameter, shape, rule, reason, layout)
@@ -260,6 +268,7 @@ def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Par
     from transformers.pytorch_utils import Conv1D
 
     for path, module in model.named_modules():
+        # modules_to_save: a copy of a whole layer, such as the head, trained beside the factors.
         if isinstance(module, AuxiliaryTrainingWrapper):
             for parameter in module.parameters():
                 others.setdefault(parameter, "trained whole beside the adapter")
@@ -438,6 +447,8 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     lists = set()  # of blocks: in a class of one's own also modules of one class in sequence
     for name, module in modules.items():
         children = list(module.children())
+        # transformers' models have their blocks in a ModuleList, and use nn.Sequential for other
+        # things.
         in_sequence = is_own and isinstance(module, nn.Sequential) and len(children) > 1
         are_alike = (
             in_sequence
@@ -452,6 +463,7 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
         parts = path.split(".")
         parents = [".".join(parts[:end]) for end in range(len(parts))]
         in_block = not lists.isdisjoint(parents)
+        # Most routers are nn.Linear, without a class of their own: their place shows them.
         beside_experts = (
             parts[-1] in ("gate", "router") and ".".join([*parts[:-1], "experts"]) in modules
         )

@@ -75,6 +75,8 @@ def divided_by_elements(shard: Shard, output: Tensor, beta: float) -> Tensor:
     moments = shard.second_moments
     output = output.reshape(moments.shape).to(moments.device)
     divided = torch.empty(moments.shape, dtype=output.dtype, device=output.device)
+    # Chunk by chunk: a flat shard of ZeRO is all that a rank updates, and temporaries of its size
+    # would be gigabytes (see `rounding`).
     for result, numbers, average in chunks(divided, output, moments):
         average.lerp_(numbers.square(), 1 - beta)
         torch.div(numbers, average.sqrt().add_(EPS), out=result)

@@ -33,6 +33,8 @@ def state_form(
 
     map_state: the shapes of the map's state by name: on this rank, or of a DTensor.
     """
+    # The names are Adam's, whatever they hold: DeepSpeed's universal checkpoints carry these alone
+    # (test_the_state_is_tensors_under_the_names_of_adam).
     moments = MOMENTS["adamw" if group.get("second_moment") == "elements" else group["rule"]]
     dtypes = dict.fromkeys(moments, map_dtype(parameter))
     if group.get("momentum_dtype") == "bfloat16" and parameter.dtype != torch.float64:

@@ -55,6 +55,7 @@ def refuse_pickles() -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
     from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore[reportMissingImports]
 
+    # The variable overrides the argument; with both variables set, torch raises at every load.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     scalers: list[Any] = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
@@ -84,6 +85,8 @@ def check_parts(checkpoint: Path) -> None:
                 f"{checkpoint / name}: names a folder that this checkpoint does not have; restore "
                 "this file from a copy"
             )
+    # torch reads this file by pickle.load, whatever the variable above is: it is read here first,
+    # by an unpickler that knows the classes of such a file and no others.
     for file in checkpoint.rglob(".metadata"):
         try:
             with file.open("rb") as stream:
@@ -126,6 +129,8 @@ def to_universal(checkpoint: Path) -> None:
 
     refuse_pickles()
     parts = checkpoint / (checkpoint / "latest").read_text().strip()
+    # The arguments of DeepSpeed's script. One worker each: its pools start processes, which would
+    # import torch and DeepSpeed anew and would not have the replacements below.
     options = argparse.Namespace(
         input_folder=str(parts),
         output_folder=f"{parts}_universal",

@@ -76,6 +76,8 @@ class ReplicaExchange(RankExchange):
         """
         # Broadcasts are asynchronous: they end behind the maps of the next bucket, and the last
         # ones are waited for at the end.
+        # The update is made on the owner between two iterations: `whole_batches` yields, the caller
+        # updates the weight, and only then is the weight broadcast.
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.buckets):
             owned = [shards[i] for i in indices if self.plan.owners[i] == self.rank]
@@ -92,6 +94,8 @@ class ReplicaExchange(RankExchange):
                     )
                 source = dist.get_global_rank(self.process_group, owner)
                 for tensor in tensors:
+                    # torch.distributed takes contiguous tensors only. A transposed weight is
+                    # received in a copy, and written back when all broadcasts have ended.
                     buffer = tensor.contiguous()  # the tensor itself, unless it is strided
                     works.append(
                         dist.broadcast(buffer, source, group=self.process_group, async_op=True)

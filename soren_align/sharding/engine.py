@@ -67,6 +67,9 @@ def restore_groups_(
     if not isinstance(optimizer.strategy, ZeroStrategy) or kind == "elements":
         return
     for tensor in optimizer.strategy.tensors:
+        # A conversion to another number of ranks cuts tensors of the parameter's shape only: the
+        # moments of the rows travelled in one (`with_second_moments`), and are picked out at their
+        # places.
         moments = optimizer.state[tensor].pop("exp_avg_sq", None)
         if kind == "rows" and moments is not None:
             optimizer.state[tensor][ROWS] = moments[

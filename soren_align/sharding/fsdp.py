@@ -38,6 +38,7 @@ class FSDP2Strategy(RankStrategy):
         self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
     ) -> list[float]:
         """See RankStrategy; the mesh is that of the parameters."""
+        # Found at each step rather than at construction: launchers replace the parameters late.
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
             # the same on all ranks, and such a mesh has no group for a collective
@@ -69,6 +70,8 @@ class FSDP2Strategy(RankStrategy):
 
     def layout(self, named: Named) -> Layout:
         """Row blocks, as torch.chunk divides them."""
+        # From shapes alone, not from the local tensors: every rank computes the shards of all the
+        # others without asking them.
         group, _ = self.ranks()
         return row_blocks({name: tuple(p.shape) for name, p in named}, dist.get_world_size(group))
 

@@ -100,12 +100,17 @@ class RankStrategy(ShardingStrategy, ABC):
         ).tolist()
         if error is not None:
             raise error
+        # The others raise the same class as the rank with the error: a training turns a
+        # FloatingPointError, of a NaN, into DivergedError on every rank, and leaves a ValueError as
+        # it is.
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
                 "another rank has an invalid gradient or map, so no rank applied this optimizer "
                 "step; the message of "
                 "that rank names the parameter"
             )
+        # A parameter that only some ranks used has no gradient on the others: the ranks would plan
+        # different exchanges, and wait for one another in them.
         nums, num_ranks = numbers[: len(named)], dist.get_world_size(group)
         uneven = [
             name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)
@@ -148,6 +153,9 @@ class RankStrategy(ShardingStrategy, ABC):
         except ValueError as error:
             problem = error
         group, device = self.ranks()
+        # One all-reduce by maximum compares the plans of all ranks: that of the numbers and that of
+        # their negatives agree only if all numbers are equal. A fingerprint has 63 bits, so that
+        # its negative is an int64 too.
         number = 0 if plan is None else plan.fingerprint
         maxima = torch.tensor([int(plan is None), number, -number], device=device)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
@@ -166,6 +174,8 @@ class RankStrategy(ShardingStrategy, ABC):
                 "ranks"
             )
         assert plan is not None
+        # Kept only when all ranks have agreed, so that a later step finds it in the cache of every
+        # rank or of none: a rank that plans anew alone would wait in the all-reduce above.
         self.exchanges[key] = exchange = self.exchange(plan, tensors, group, device, map_state)
         # the same on all ranks, which step in one order
         while len(self.exchanges) > self.max_plans:
@@ -223,6 +233,8 @@ class RankExchange(Exchange):
         self.rank, self.map_state = dist.get_rank(process_group), map_state
         self.bytes_sent = self.peak_bytes = self.buffer_bytes = 0
         weights = enumerate(plan.layout.weights)
+        # Each weight has at most one shard per rank, so that weights here and shards here are
+        # parallel lists.
         self.indices = [
             i for i, weight in weights for shard in weight.shards if shard.rank == self.rank
         ]
@@ -235,6 +247,8 @@ class RankExchange(Exchange):
 
     def whole_matrices(self, shards: Sequence[Shard], request: MapRequest) -> Iterator[Batch]:
         """Gather the weights bucket by bucket, each on its owner rank; see its base. Collective."""
+        # Buckets allocate nothing before `gather`; all of them are described first, since the plan
+        # alone decides how many there are, on a rank with work and on one without.
         here = dict(zip(self.indices, shards, strict=True))
         buckets = [_Bucket(self, indices, here, request) for indices in self.plan.buckets]
         # The first bucket is gathered while the matrices that need no communication are mapped.
@@ -263,6 +277,7 @@ class RankExchange(Exchange):
 class _Place:
     """Where some numbers are in their weight, or in its map state, and where in a buffer."""
 
+    # Two slices of one length: a message is copied from the one to the other on both of its ways.
     whole: slice
     buffer: slice
 
@@ -285,6 +300,8 @@ def _message(exchange: RankExchange, index: int, shard: Shard | RankShard, start
     end = start + shard.numel
     elements = _Place(slice(shard.offset, shard.offset + shard.numel), slice(start, end))
     states: dict[str, _Place] = {}
+    # A number per row lies with the row's first element: a shard that begins within a row has none
+    # of it, and sends none.
     for key, size in exchange.states_of(index).items():
         first, last = share_of_state(shape, shard.offset, shard.numel, size)
         states[key] = _Place(slice(first, last), slice(end, end + last - first))
@@ -305,6 +322,9 @@ class _Direction:
         self.numels = [0] * exchange.plan.layout.num_ranks
         self.messages: list[_Message] = []
         end = 0
+        # all_to_all_single takes one buffer, ordered by rank. Python's sort is stable, so that the
+        # messages between two ranks keep the order of the plan, by which the receiver finds them:
+        # no header is sent.
         for rank, index, shard in sorted(members, key=lambda member: member[0]):
             message = _message(exchange, index, shard, end)
             start, end = (
@@ -332,6 +352,8 @@ class _Bucket:
         self.exchange, self.indices = exchange, indices
         self.here, self.request = here, request
         plan, rank = exchange.plan, exchange.rank
+        # What this rank sends and what it receives follow from the plan alone, so that the sizes of
+        # all messages are known on both sides without a word between the ranks.
         self.owned = [i for i in indices if plan.owners[i] == rank]
         self.sent = _Direction(
             exchange,
@@ -356,6 +378,8 @@ class _Bucket:
     def gather(self) -> None:
         """Allocate the buffers and send the map inputs of the shards here to their owners."""
         exchange = self.exchange
+        # Allocated here and not in __init__, so that the buffers of at most three buckets exist at
+        # once. empty, not zeros: every number is written before it is read.
         self._out, self._in = (
             torch.empty(sum(way.numels), dtype=self.dtype, device=exchange.device)
             for way in (self.sent, self.received)
@@ -385,6 +409,8 @@ class _Bucket:
         kinds: list[WeightKind] = [
             ((w.shape[0], w.shape[1]), w.layout, self.dtype, self.exchange.device) for w in weights
         ]
+        # Maps of equal weights in batches. Their inputs are put together from the buffer and from
+        # the shard that lies here, which is never sent.
         for numbers in matrix_batches(kinds, self.request.workspace_mb):
             indices = [self.owned[number] for number in numbers]
             keys = self.exchange.states_of(indices[0])
@@ -401,6 +427,8 @@ class _Bucket:
 
             members = [weights[number] for number in numbers]
             yield batch_of(kinds[numbers[0]], members, inputs, states, pairs)
+        # Scatter: the all-to-all of `gather` with the directions exchanged, through the same
+        # buffers. `_divide` has written each output over the input that it came from.
         self._work = self._all_to_all(self._out, self._in, self.sent.numels, self.received.numels)
 
     def arrived(self, _: Any) -> Iterator[tuple[Shard, Tensor]]:
@@ -424,6 +452,8 @@ class _Bucket:
         if self.request.adapt is None:
             yield shard, part
         else:
+            # These outputs wait for the sums of their squares: `planning.step` counts them beside
+            # the buffers.
             self.adapted.append((index, shard, self.request.adapt(shard, part)))
 
     def _with_squares(self) -> Iterator[tuple[Shard, Tensor]]:
@@ -459,6 +489,8 @@ class _Bucket:
     def _whole_input(self, index: int) -> Tensor:
         """The map input of a weight owned here, flat."""
         numel = math.prod(self._shape(index))
+        # The shards of all ranks cover the weight without overlap
+        # (tests/sharding/test_geometry.py), so that nothing of `empty` remains.
         whole = torch.empty(numel, dtype=self.dtype, device=self.exchange.device)
         if index in self.here:
             shard = self.here[index]

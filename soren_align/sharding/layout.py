@@ -138,6 +138,8 @@ def flat_partitions(
         (start + math.prod(shape) for start, shape in zip(starts, shapes.values(), strict=True)),
         default=0,
     )
+    # DeepSpeed pads the flat group so that partitions are equal and aligned: from a live run their
+    # size is read, for a plan without DeepSpeed it is the smallest one.
     size = -(-end // num_ranks) if partition_numel is None else partition_numel
     if end > size * num_ranks:
         raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")
@@ -164,6 +166,9 @@ def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
     """
     weights, local = [], 0
     for name, shape in shapes.items():
+        # ceil, as DeepSpeed partitions: the last ranks may have less or nothing, but each rank's
+        # flat tensor has room for a full slice of every parameter, so that `local` is the same on
+        # all ranks.
         size = -(-math.prod(shape) // num_ranks)
         weights.append(
             ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, local))
@@ -180,6 +185,8 @@ def row_blocks(shapes: Shapes, num_ranks: int) -> Layout:
     """
     weights = []
     for tensor, (name, shape) in enumerate(shapes.items()):
+        # torch.chunk rounds the rows per rank up: 10 rows on 4 ranks are 3, 3, 3 and 1, and 9 on 8
+        # leave three ranks with nothing (test_row_blocks_are_those_of_torch_chunk).
         size = -(-shape[0] // num_ranks) * math.prod(shape[1:])
         weights.append(
             ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, 0), tensor)

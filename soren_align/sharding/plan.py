@@ -41,6 +41,7 @@ class ExchangePlan:
         content = repr(
             (self.layout.num_ranks, self.layout.replicated, self.owners, self.local, self.buckets)
         )
+        # Not Python's hash(): it is salted per process, and ranks that agree would seem to differ.
         digest = hashlib.sha256(content.encode())
         for weight in self.layout.weights:
             digest.update(
@@ -64,6 +65,7 @@ def make_exchange_plan(
         for index, (weight, owner) in enumerate(zip(layout.weights, owners, strict=True))
         if layout.num_ranks == 1 or all(rank == owner for rank in numels_by_rank(weight))
     ]
+    # At least one element: a bound of zero would leave every matrix without a bucket.
     max_numel = max(1, int(bucket_mb * 2**20 / itemsize))
     return ExchangePlan(layout, owners, tuple(local), _buckets(layout, owners, local, max_numel))
 
@@ -159,6 +161,8 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
     has more to do by that much. Ties go to the lowest rank. In the end the busiest rank passes
     matrices on, where that saves 1% of its FLOPs.
     """
+    # In units of the default map's FLOPs, which depend on shapes alone: the owners stay the same
+    # whatever map a user chooses, and so do the plans that `soren-align plan` prints.
     costs = [map_flops(weight) for weight in layout.weights]
     numels = [numels_by_rank(weight) for weight in layout.weights]
     owners: dict[int, int] = {}
@@ -187,10 +191,14 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
     # is rarely one.
     while True:
         busiest = max(range(layout.num_ranks), key=flops.__getitem__)
+        # A pass leaves all of its ranks below 99% of the busiest one: without a margin ranks of
+        # nearly equal work would exchange matrices for ever smaller gains.
         limit = 0.99 * flops[busiest]
         # the matrix that each rank of a chain would get
         gains: dict[int, int | None] = {busiest: None}
         chain, last = [busiest], None
+        # Breadth first, so that the chain found first is the shortest one: each of its members
+        # sends one more matrix. `chain` grows while it is read.
         for rank in chain:
             gain = gains[rank]
             total = flops[rank] + (0 if gain is None else costs[gain])

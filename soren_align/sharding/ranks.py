@@ -89,6 +89,7 @@ class Ranks:
         """The first rank's value, on every rank; any object that can be pickled."""
         if self.num_ranks == 1:
             return value
+        # On the CPU: pickled objects go by gloo, without a wait for the GPU's queue.
         values: list[T] = [value]
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
@@ -225,6 +226,8 @@ def choose_gpu(num_gpus: int) -> int:
     --gpus-per-task: accelerate and DeepSpeed choose by LOCAL_RANK too. Raises UserError if there
     are more processes than GPUs.
     """
+    # srun and torchrun differ in what a process sees: all GPUs of the machine and a LOCAL_RANK, or
+    # one GPU, which is then number 0 for each of them.
     local_rank, num_local = (
         int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
@@ -267,6 +270,8 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
     seen = [time.monotonic()]
 
     def poll() -> list[str] | None:
+        # Soon at first, for a block that reads a cache in milliseconds; later twice a second, for
+        # one that tokenizes for an hour.
         beats, pause = 0, 0.01
         while not store.check([key]):  # store.wait prints a warning when its time is over
             time.sleep(pause)

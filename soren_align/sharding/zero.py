@@ -164,6 +164,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
             "wraps"
         )
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
+    # From here on the optimizer steps by these layouts. The groups of AdamW need none: it is
+    # elementwise, and steps on any flat shard.
     optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb)
     optimizer.register_state_dict_post_hook(with_second_moments)
     by_group: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
@@ -187,6 +189,9 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
             yield _FlatTensor(flat, number, rule, parameters, group, layout)
         return
     if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        # The float32 master weights: the tensors that DeepSpeed gives to the optimizer to step.
+        # Their groups are in the order in which they were flattened, which `round_robin_gradients`
+        # would change.
         flats, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
         all_starts = getattr(zero, "round_robin_bit16_offsets", None)  # since 0.19.7
     elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
@@ -198,12 +203,15 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
         )
     for i, flat in enumerate(flats):
         shapes, group = _shapes(zero, groups[i], rules[i]), zero.real_dp_process_group[i]
+        # DeepSpeed may align parameters within the flat group, with padding between them that
+        # belongs to no matrix (test_padding_between_parameters_belongs_to_no_matrix).
         starts, num_ranks = all_starts[i] if all_starts else None, dist.get_world_size(group)
         layout = flat_partitions(shapes, num_ranks, partition_numel=flat.numel(), starts=starts)
         yield _FlatTensor(flat, i, rules[i], groups[i], group, layout)
 
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, ...]]:
+    # An attribute that no interface promises: without it, matrices are numbered in messages.
     names = getattr(zero, "param_names", {})
     shapes = [whole_shape(parameter) for parameter in parameters]
     if rule != "spectral":  # AdamW is elementwise: each parameter is one row
@@ -224,6 +232,8 @@ def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
     for number, saved in state_dict["state"].items():
+        # One zero, expanded: DeepSpeed's converter reads both of Adam's moments by name, and zeros
+        # of the full size would add as many bytes to a checkpoint as the momentum has.
         zeros = saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape)
         if ROWS in saved:
             places = row_places(optimizer, tensors[number]).to(saved[ROWS].device)
