@@ -43,6 +43,8 @@ class _Raw:
     """
 
     def __init__(self, data: dict[str, Any]):
+        # Raw data and not the validated recipe: where one key has a wrong type there is no recipe,
+        # and the mistakes of all other keys would come to light one command later.
         self.data = data
         self.problems: list[Problem] = []
         self.no_paths: dict[Key, Problem] = {}
@@ -76,6 +78,8 @@ class _Raw:
 
     def as_path(self, key: Key, text: Any) -> str | None:
         """The text, if it is a text and can be a path."""
+        # resolve_path refuses texts that no path can be, such as one with a NUL. Noted by key,
+        # since several checks read the same path.
         try:
             if isinstance(text, str) and text:
                 resolve_path(text)
@@ -94,6 +98,7 @@ class _Raw:
         """The configuration of run.parallel; None, and a problem, if it cannot be read or is not
         supported.
         """
+        # Cached: several checks read it, and its problems are reported once.
         with self.reporting(("run", "parallel")):
             return parallel(self.path("run", "parallel") or "ddp")
         return None
@@ -112,9 +117,13 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
 
     reads_data: whether the first lines of local data files are checked.
     """
+    # The order of the checks is that of a recipe's sections; `loader` sorts problems by their
+    # lines.
     raw = _Raw(data)
     _check_model(raw)
     for at, split in splits(raw.get("data")):  # the files of each, and its part of them
+        # data.eval and data.retention may be test splits; what is trained on may be one only if the
+        # recipe says so in a key of its own.
         path, name = raw.as_path((*at, "path"), split.get("path")), split.get("split", "train")
         if path is None:
             continue
@@ -133,6 +142,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
                 f"found {name!r}; write a split of {STDLIB}: {' or '.join(STDLIB_SPLITS)}",
             )
         elif path != STDLIB and is_local(path):
+            # Slices such as `train[:10%]` are for splits of the hub: ignored for a file, one would
+            # train on more than was meant.
             if "[" in name:
                 raw.report(
                     (*at, "split"),
@@ -183,6 +194,8 @@ def _check_model(raw: _Raw) -> None:
         for message in attention_problems(attention, raw.get("trainer", "use_cpu")):
             raw.report(("model", "attn_implementation"), message)
     if (template := raw.path("model", "chat_template")) is not None:
+        # A name and a path are distinguished by the suffix alone, so that a misspelt name is
+        # answered with the names.
         known, file = shipped.templates(), resolve_path(template)
         if template not in known and file.suffix != ".jinja":
             remedy = (
@@ -207,6 +220,7 @@ def _check_model(raw: _Raw) -> None:
             )
     if (model := raw.path("model", "name_or_path")) is None:
         return
+    # First whether the model can be trained at all, then what the keys of adapters mean for it.
     with raw.reporting(("model", "name_or_path")):
         refuse_unusable(model, init_seed, tokenizer)
     _check_adapter(raw, model, section)
@@ -227,6 +241,8 @@ def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
         adapter_config(model)
         if adapts and lora is not None:
             raw.report(("model", "lora"), f"{model} {TWO_WAYS}")
+        # Where weights are sharded, adapters were never seen to work. By the name, since a config
+        # that cannot be read is reported by `parallel`.
         is_sharded = name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml"))
         if is_sharded and (adapts or isinstance(lora, dict)):
             message = (
@@ -235,6 +251,8 @@ def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
             )
             raw.report(("model", "name_or_path" if adapts else "lora"), message)
     try:
+        # A missing record is no problem; a damaged one must not load the adapter on weights that it
+        # was not trained on.
         recorded = recorded_quantization(model)
     except UserError as error:
         raw.report(("model", "name_or_path"), str(error))
@@ -256,6 +274,8 @@ def _check_adapter(raw: _Raw, model: str, section: dict[str, Any]) -> None:
             " this key"
         )
         raw.report(("model", "quantize"), message)
+    # bitsandbytes' weights lie whole on every process
+    # (test_a_quantized_base_lies_whole_on_every_process).
     if name != "ddp":
         message = f"quantized weights need ddp, but run.parallel is {name}; write run.parallel: ddp"
         raw.report(("model", "quantize" if quantize else "name_or_path"), message)
@@ -269,6 +289,8 @@ def _check_optimizer(raw: _Raw) -> None:
         ("lr", "weight_decay", WEIGHT_DECAY),
         ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
     )
+    # A product of 1 or more is a slip of some powers of ten: each step would set a weight to zero
+    # or beyond.
     for rate, decay, default in defaults:
         key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
@@ -282,6 +304,8 @@ def _check_optimizer(raw: _Raw) -> None:
                 ("optimizer", key),
                 f"{product}, so each step would change the signs of the weights; {remedy}",
             )
+    # From here on: keys that would have no effect. A key that does nothing is a mistake that only
+    # the results would show.
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
@@ -305,6 +329,7 @@ def _check_optimizer(raw: _Raw) -> None:
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(
         iter(SOREN_MAPS)
     )
+    # An unknown map is reported by the schema.
     known = SOREN_MAPS.get(name) if isinstance(name, str) else None
     if precision in get_args(Precision) and known and precision not in known.precisions:
         message = f"found {precision!r}; for the map {name!r} write {' or '.join(known.precisions)}"
@@ -390,6 +415,7 @@ def _check_perturbation(raw: _Raw, dtype: str | None, kind: str | None) -> None:
             " `trainer: {bf16: true}` the arithmetic is bfloat16 all the same)"
         )
         raw.report(key, message)
+    # bf16 is TRL's default where the recipe does not write false.
     if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
         message = (
             "DeepSpeed rounds the weights before it makes the float32 master weights, and the"
@@ -420,6 +446,7 @@ def _check_training(raw: _Raw) -> None:
             " the examples would attend to each other; remove this key, or write packing: true"
         )
         raw.report(("trainer", "eval_packing"), message)
+    # find_spec and no import: the answer comes within a second, and without torch.
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
         message = (
             "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove"
@@ -439,6 +466,8 @@ def _check_training(raw: _Raw) -> None:
             )
         elif not file.is_file():
             raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
+    # Generation calls the layers token by token: under sharded weights every rank would have to
+    # join in each of these calls.
     if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
         message = (
             f"run.parallel {where} shards the weights, so no process can generate samples; remove"
@@ -456,6 +485,8 @@ def _check_training(raw: _Raw) -> None:
 def _check_evaluations(raw: _Raw) -> None:
     """Check the keys that need evaluations during training, and the metric of the best model."""
     trainer, strategy = raw.section("trainer"), raw.get("trainer", "eval_strategy")
+    # Three keys decide whether evaluations happen; all others that rely on evaluations are checked
+    # against these.
     held_out = raw.get("data", "eval")
     if strategy not in (None, "no", False) and held_out is None:
         raw.report(
@@ -482,6 +513,8 @@ def _check_evaluations(raw: _Raw) -> None:
         )
         if raw.get(*key) not in (None, 0) and (held_out is None or strategy in ("no", False)):
             raw.report(key, f"needs evaluations during training; {remedy}")
+    # transformers looks the metric up after the first evaluation, and ends the run there if it is
+    # unknown.
     task, metric = raw.get("task"), trainer.get("metric_for_best_model")
     metrics = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
     name = metric.removeprefix("eval_") if isinstance(metric, str) else ""
@@ -513,6 +546,7 @@ def _check_output_folder(raw: _Raw) -> None:
     if (output := raw.path("run", "output_dir")) is None:
         return
     folder, key = local_path(output).absolute(), ("run", "output_dir")
+    # The nearest parent that exists: all folders below it would be created.
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if folder.is_file():
         raw.report(key, f"{output} is a file; name a folder")
@@ -548,6 +582,7 @@ def evaluation_problems(settings: dict[str, Any]) -> list[Problem]:
     """The problems of files, suites and packages of an evaluation that are missing."""
     problems: list[Problem] = []
     tables = ("published", "table of published scores", shipped.published())
+    # Also for `soren-align eval`, whose settings are the same keys without a recipe.
     for key, kind, known in (("suite", "suite", shipped.suites()), tables):
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:
@@ -572,6 +607,7 @@ def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Every split of the data section, with its key."""
     for name in ("train", "eval", "retention"):
         value = data.get(name) if isinstance(data, dict) else None
+        # A bare path is no section: the schema reports it, with the section to write.
         splits = enumerate(value) if isinstance(value, list) else [(None, value)]
         for i, split in splits:
             if isinstance(split, dict):
@@ -614,6 +650,7 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
     """
     if data.get("streaming") in (None, False):
         return
+    # A stream has no length, from which the schedule could know where it ends.
     max_steps = trainer.get("max_steps")
     if not isinstance(max_steps, int) or max_steps < 1:
         reason = "is required with data.streaming, because the number of examples is unknown"

@@ -51,6 +51,7 @@ def data_files(path: str) -> dict[str, Path]:
     or if there are too many.
     """
     place = resolve_path(path)
+    # An existing file wins: its name may have brackets.
     is_pattern = has_wildcards(path) and not place.exists()
     if not is_pattern and not place.is_dir():
         if not place.exists():
@@ -155,11 +156,13 @@ def refuse_unusable_data(
             )
     names: Any = split.get("columns")
     names = names if isinstance(names, dict) else {}
+    # Compressed files and .json are left to the later checks, which read them anyway.
     readable = (
         [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")]
         if reads_data
         else []
     )
+    # A few files: all of them would take as long as the preparation itself.
     for name, file in readable[:NUM_FILES]:
         records = first_records(name, file, split)
         columns = {column: None for record in records for column in record}
@@ -170,6 +173,8 @@ def refuse_unusable_data(
                 raise UserError(
                     f"{name}: columns.{ours} is '{theirs}', but the file has {head}{hint}"
                 )
+        # None of the columns is one of ours: a file of other columns may still be right, if it has
+        # some of ours beside them.
         if columns and not names and task in TASKS and not columns.keys() & {*get_args(Column)}:
             hint = example_of_names(records[0], task)
             raise UserError(
@@ -208,6 +213,8 @@ def question_columns(
         or len(pair := longest_texts(records[0])) < 2
     ):
         return columns
+    # Only where the meaning is plain: two columns, or these two names. Of three columns, any choice
+    # would train something silently.
     if {"question", "answer"} <= {*names}:
         pair = ["question", "answer"]
     elif len(names) > 2:
@@ -248,6 +255,7 @@ def first_records(
         try:
             record = json.loads(line) if line.strip() else None
         except json.JSONDecodeError as error:
+            # With `drop` a broken line is counted and left out later, where all lines are read.
             if split.get("bad_examples", "refuse") == "refuse":
                 reason = (
                     f"not JSON: {error.msg} at column {error.colno}; write one JSON object per line"
@@ -262,6 +270,8 @@ def first_records(
 
 def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        # utf-8-sig: spreadsheets write a byte order mark, which would be a part of the first
+        # column's name.
         names, delimiter = csv_columns(name, stream.readline(MAX_LINE))
         rows: list[list[str]] = []
         with suppress(csv.Error):  # reported later, with its line

@@ -110,6 +110,7 @@ ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction
 
 def kind_of_eval(evaluation: Any) -> str:
     """The tag of a value of `data.eval`."""
+    # A raw section is a dict; a validated one has the keys that were set.
     keys = (
         evaluation if isinstance(evaluation, dict) else getattr(evaluation, "model_fields_set", ())
     )
@@ -130,6 +131,7 @@ class Data(Section):
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)]
         | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
+        # By the value's type alone, so that errors are about the one that was meant.
         Discriminator(lambda train: SEVERAL if isinstance(train, list | tuple) else ONE),
     ]
     """One split, or a list of splits that are shuffled together (by `trainer.seed`)."""

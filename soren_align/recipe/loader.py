@@ -63,8 +63,10 @@ def load(
     options: the values of OPTIONS by name; they come before the overrides. columns: of the
     questions and answers. Raises UserError with every mistake.
     """
+    # typer's options are None where they were not written.
     values = {name: value for name, value in (options or {}).items() if value is not None}
     source = _source(name_or_path, task, values, notify)
+    # Before any key is checked: each of another tool's keys would be an error.
     refuse_foreign(name_or_path, source.content)
     # Options are settings too, in front of --set: the later one wins. A bare path in data.train
     # becomes a section first, since an option sets one key of it.
@@ -72,6 +74,8 @@ def load(
     data = source.content.get("data")
     if "--data" in values and isinstance(data, dict) and not isinstance(data.get("train"), dict):
         data["train"] = {}  # a bare path, or several splits
+    # A recipe of random weights with another model's name means that model's weights, unless a
+    # pre-training says otherwise.
     model = source.content.get("model") or {}
     if "--model" in values and source.content.get("task") != "pretrain" and "init_seed" in model:
         notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")
@@ -223,6 +227,8 @@ def find(name_or_path: str) -> Path:
 
 def merged_text(path: Path) -> str:
     """The text of a recipe of ours, with the keys that it extends; the comments stay."""
+    # The round-trip loader, since `new` writes this text for people: everywhere else YAML is read
+    # without its comments (`core.yaml`), in less time.
     recipe: Any = YAML().load(read_text(path))
     if isinstance(name := recipe.pop("extends", None), str):
         base, over = YAML().load(merged_text(find(name))), recipe
@@ -288,6 +294,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
         own_map["file"] = str(beside) if beside.is_file() else file
         own_map.setdefault("name", "file")  # in place of an inherited one
     # from a run folder
+    # A run folder's recipe.yaml has every key and lists what it extended, for the record: merging
+    # again would change it if a shipped recipe has changed since.
     is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()
     if "extends" not in raw or is_resolved:
         return source
@@ -297,6 +305,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
             f"{where} extends: found {base_name!r}; write a recipe's file or a shipped name"
         )
     try:
+        # Beside the file first, then from the working directory, then among the shipped names: a
+        # copied folder of recipes stays whole wherever a command is started.
         beside = local_path(path.parent / base_name)
         base_path = find(str(beside if beside.is_file() else base_name))
     except UserError as error:
@@ -304,6 +314,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     if base_path.resolve() in (path.resolve(), *extending):
         remedy = "remove `extends` from one of them"
         raise UserError(f"{where} extends: this recipe and {base_name} extend each other; {remedy}")
+    # Depth first: what the base itself extends is merged under it before it is merged under this
+    # one.
     base = _read(base_path, notify, (*extending, path.resolve()))
     raw["extends"] = [base_name, *base.content.pop("extends", [])]
     _merge(base.content, raw, notify)
@@ -315,10 +327,14 @@ def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:
     at: the key of both.
     """
     if at in UNIONS:
+        # `optimizer: {name: muon}` over a recipe of Soren keeps lr and drops `map`, which Muon does
+        # not have. A key that is written in the new file itself is never dropped: there it is a
+        # mistake.
         _drop_foreign_keys(base, UNIONS[at], over.get("name"), at, notify)
     for key, value in over.items():
         where = (*at, key)
         inherited = _as_section(base.get(key), where)
+        # A split merged with a fraction would be neither.
         is_other = where == ("data", "eval") and kind_of_eval(inherited) != kind_of_eval(value)
         if isinstance(inherited, dict) and isinstance(value, dict) and not is_other:
             _merge(inherited, value, notify, where)
@@ -341,6 +357,8 @@ def _drop_foreign_keys(
     """
     if not isinstance(name, str) or name not in union or name == (old := tag_of(section, union)):
         return
+    # Only keys that some member has: a misspelt key stays, and is reported
+    # (test_a_misspelt_key_of_the_base_is_not_left_out_silently).
     others = {key for member in union.values() for key in member.model_fields}
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
@@ -354,6 +372,8 @@ def _drop_foreign_keys(
 
 def _checked(source: Document, task: str | None, on_missing: Notify | None = None) -> Recipe:
     """The resolved recipe; raises UserError with all problems, in the order of lines."""
+    # Types and unknown keys first, on the validated recipe; TRL's keys, files and conflicts on the
+    # raw data; then all of it as one error.
     recipe, raw = source.validate(Recipe), source.content
     kind, trainer = raw.get("task"), raw.get("trainer")
     if isinstance(kind, str) and kind in TASKS:
@@ -400,6 +420,8 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal
     one.
     """
+    # Whole sections, and then without what cannot change weights: a new key counts until somebody
+    # has decided that it does not.
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(
         include={"parallel", "global_batch_size", "early_stopping", "perturb"}
@@ -433,6 +455,8 @@ def recipe_hash(recipe: Recipe, *, with_optimizer: bool = False) -> str:
         for key, value in training_part(recipe).items()
         if with_optimizer or key != "optimizer"
     }
+    # The value null means the same as a missing key. Before this a new key made every earlier study
+    # unreadable (notes/log.md, 2026-11-26).
     part = _without_nulls(part)
     return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -485,6 +509,8 @@ def json_schema() -> dict[str, Any]:
             entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
         elif field.types <= _TYPES.keys() | {"None"}:
             entry["type"] = sorted(_TYPES.get(t, "null") for t in field.types)
+    # pydantic's schema is of the complete, strict recipe. An editor shows it for a file, in which
+    # some values are shorter: names in place of sections, and whatever `extends` has.
     schema = Recipe.model_json_schema()
     properties = schema["properties"]
     properties["extends"] |= {"type": ["string", "array"]}

@@ -89,6 +89,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
             f"{folder}: base_model_name_or_path: found {name!r:.80}; write a folder's path or a hub"
             " name"
         )
+    # An adapter on random weights has them in its run folder, by an absolute path of the machine
+    # that trained it.
     beside, base = file.parent.parent / "start", resolve_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
         # the run folder was moved, with the random starting weights in it
@@ -121,6 +123,8 @@ def estimated_parameters(model: str) -> int | None:
         num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     except (UserError, OSError, LookupError, TypeError, ValueError, AttributeError):
         return None
+    # Attention as four squares, MLPs as gate, up and down: good enough for a choice that depends on
+    # the order of magnitude.
     embeddings = words * width * (1 if config.get("tie_word_embeddings") else 2)
     return embeddings + depth * (4 * width**2 + 3 * width * inner * num_experts)
 
@@ -171,6 +175,7 @@ def refuse_unusable(path: str, init_seed: Any, tokenizer: Any = None) -> None:
                 f"{path} is an adapter of {base}, which does not exist; restore this base model"
             )
         return refuse_unusable(base, None)
+    # transformers loads a model without a tokenizer's files, and fails at the first text.
     needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
     if missing := [name for name in needed if not (folder / name).is_file()]:
         is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
@@ -180,6 +185,7 @@ def refuse_unusable(path: str, init_seed: Any, tokenizer: Any = None) -> None:
             else "name a model's folder"
         )
         raise UserError(f"{path} has no {' and no '.join(missing)}; {remedy}")
+    # Pickled weights (.bin) do not count: loading them could run code.
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
         raise UserError(

@@ -42,6 +42,8 @@ from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
 def within(bounds: Bounds) -> Any:
     """The pydantic Field of an int or a float within `bounds`."""
+    # LARGEST stands for "no bound of its own". It is not shown in the schema as one, but an
+    # infinity and a NaN are refused.
     least, above, most, below = bounds
     if most != settings.LARGEST:
         return Field(ge=least, gt=above, le=most, lt=below)
@@ -57,6 +59,8 @@ def worded(remedy: Any) -> WrapValidator:
     """Give one message for all members of a union of plain types, or for all choices."""
 
     def validate(value: Any, check: Any) -> Any:
+        # pydantic reports one error per member of a union, in which the reader would have to find
+        # the one that was meant. The schema's types stay; only the message is one.
         try:
             return check(value)
         except ValidationError:
@@ -84,6 +88,8 @@ def _fields_of(spectral_map: SpectralMap) -> dict[str, Any]:
     """The pydantic fields of a map's settings."""
     fields: dict[str, Any] = {}
     for key, setting in spectral_map.settings.items():
+        # The type of the default is the type of the setting, so that a map's record declares each
+        # once.
         kind: Any = dict[str, Any] | None if setting.default is None else type(setting.default)
         if setting.choices:
             kind = Annotated[
@@ -98,15 +104,19 @@ def _fields_of(spectral_map: SpectralMap) -> dict[str, Any]:
 def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
     """The section with the name and the settings of one of Soren's maps."""
     name = spectral_map.name
+    # Only the default map's name may be left out: `map: {}` and `map: {resolution: 0.001}` mean it.
     fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
     fields |= _fields_of(spectral_map)
     title = "".join(word.capitalize() for word in name.split("_"))
 
+    # A map may derive settings from others, such as the content of `file`: derived here, so that
+    # the resolved recipe in a run folder has all that a resume on another machine needs.
     def complete(section: Any) -> Any:
         try:
             settings = spectral_map.complete(section.model_dump(exclude={"name"}))
         except UserError as error:
             raise PydanticCustomError("map", "{message}", {"message": str(error)}) from None
+        # Sections are frozen, so that pydantic's own assignment would be refused.
         section.__dict__.update(settings)
         return section
 
@@ -120,11 +130,13 @@ def _as_section(value: Any) -> Any:
     """`sns` as `{name: sns}`, null as the default map; anything else unchanged."""
     if value is None:
         return {}
+    # A map in a file is named by its file alone.
     if isinstance(value, dict) and "file" in value:
         return {"name": "file", **value}
     return {"name": value} if isinstance(value, str) else value
 
 
+# The first map is the default, here and in `spectral.maps`.
 MAP_SECTIONS = {
     name: _map_section(spectral_map, is_default=number == 0)
     for number, (name, spectral_map) in enumerate(SOREN_MAPS.items())
@@ -132,6 +144,8 @@ MAP_SECTIONS = {
 if TYPE_CHECKING:
     Map = Any
 else:  # a union of as many members as there are maps is none that a type checker can read
+    # By a discriminator and not as a plain union: an error is then about the map that was named,
+    # and not about each of a dozen.
     Map = Annotated[
         reduce(
             operator.or_, (Annotated[section, Tag(name)] for name, section in MAP_SECTIONS.items())
@@ -170,6 +184,8 @@ class OptimizerSection(Section):
     released."""
     lr: Positive
     """Peak learning rate of the matrices."""
+    # A default of its own would not follow --set and studies, which change lr: `schema.resolve`
+    # writes it out.
     aux_lr: Positive | None = None
     """Peak learning rate of the other parameters. null: equal to `lr`, also if --set or a study
     changes `lr`. If `adjust_lr_fn` is `none` or `original`, set `aux_lr`, because `lr` is then not
@@ -179,6 +195,8 @@ class OptimizerSection(Section):
     `weight_decay`; the scale of `adjust_lr_fn` has no effect on this factor."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
+    # null and not "none": who has written "none" has accepted the losses of bfloat16, who has
+    # written nothing gets an error (`checks._check_precision`).
     compensation: Compensation | None = None
     """For bfloat16 parameters. `kahan`: store the rounding error of each weight in 16 more bits, so
     that small updates add up as in float32. `none`: store no rounding errors. null: the same as
@@ -208,6 +226,7 @@ class OptimizerSection(Section):
     @property
     def routing(self) -> dict[str, Any]:
         """The keywords of `optim.route`."""
+        # AdamW has no `split`: it is elementwise.
         keys = ("aux", "matrices", "split")
         return {key: getattr(self, key) for key in keys if getattr(self, key, None) is not None}
 
@@ -251,12 +270,16 @@ class MatrixOptimizer(OptimizerSection):
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the exponential moving average of the matrices' gradients."""
+    # Keys that came after the first version have null as their default, here and below: a null does
+    # not count in a recipe's hash, so that runs of earlier versions keep theirs
+    # (`loader.recipe_hash`).
     momentum_dtype: MomentumDtype | None = None
     """The dtype in which the momentum of the matrices is stored; it is averaged in float32.
     `bfloat16` halves its memory. null: `float32`."""
     nesterov: bool = settings.NESTEROV
     """true: the map's input is the Nesterov average of gradient and momentum. false: it is the
     momentum."""
+    # null was allowed before all optimizers had one default: it reads as that default.
     adjust_lr_fn: Annotated[
         AdjustLrFn, BeforeValidator(lambda value: settings.ADJUST_LR_FN if value is None else value)
     ] = settings.ADJUST_LR_FN
@@ -407,6 +430,7 @@ def _problem(section: Any, name: str) -> str:
     """
     if not (isinstance(section, type) and issubclass(section, MatrixOptimizer)):
         return "it must be a subclass of soren_align.recipe.MatrixOptimizer"
+    # The entry point's name and the section's must be one: recipes choose a section by `name`.
     own = section.model_fields["name"].annotation
     if own != Literal[name]:
         return f"its key `name` must have the type Literal[{name!r}]"
@@ -420,9 +444,11 @@ def _problem(section: Any, name: str) -> str:
 _OWN: dict[str, type[OptimizerSection]] = {
     "soren": SorenSettings, "muon": MuonSettings, "htmuon": HTMuonSettings, "adamw": AdamWSettings
 }  # fmt: skip
+# Maps whose record defines an optimizer of its own (`optim.optimizers.optimizer_of`).
 _OWN |= {
     record.optimizer: section_of(record) for record in MAPS.values() if record.optimizer not in _OWN
 }
+# Ours first: another package's section cannot take one of these names (`third_party.objects`).
 OPTIMIZER_SECTIONS: dict[str, type[OptimizerSection]] = _OWN | {
     section.model_fields["name"].annotation.__args__[0]: section
     for section in third_party.objects(third_party.OPTIMIZERS, _OWN, _problem)

@@ -141,6 +141,8 @@ def parallel(name_or_path: str) -> Parallel:
             f"{path.name}: is not a mapping of keys to values; write a config of DeepSpeed or"
             " accelerate"
         )
+    # DeepSpeed's config: refused keys first, then what the recipe fills in. The defaults of a key
+    # that the config leaves out are DeepSpeed's.
     if path.suffix == ".json":
         if wrong := list(_deepspeed_problems(config)):
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
@@ -158,6 +160,7 @@ def parallel(name_or_path: str) -> Parallel:
         return Parallel(
             "zero", {**filled, "steps_per_print": 10**9, **config, "zero_optimization": zero}
         )
+    # accelerate's config: with or without the prefix fsdp_, as its own tools write both.
     kind, fsdp = config.get("distributed_type"), config.get("fsdp_config")
     if kind != "FSDP" or not isinstance(fsdp, dict):
         raise UserError(
@@ -193,6 +196,7 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
         for key, value in sections.items()
         if value is not None and not isinstance(value, dict)
     }
+    # Returned early: the checks below read inside of these sections.
     if no_mappings:
         yield from (
             f"{key}: found {value!r}; write a mapping" for key, value in no_mappings.items()
@@ -201,6 +205,7 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
     for key, reason in _ELSEWHERE.items():
         if config.get(key):
             yield f"{key}: {reason}; remove this key"
+    # "auto" is allowed, since published configs have it and mean the trainer's values.
     for key, where in _FILLED.items():
         if config.get(key, "auto") != "auto":
             yield f'{key}: {where} sets this value; write "auto"'
@@ -264,6 +269,8 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
     micro_batch = per_device * num_ranks
     if batch % micro_batch:
         processes = f"{num_ranks} processes" if num_ranks > 1 else "one process"
+        # Two different remedies: a batch that the processes cannot share at all, and one that only
+        # the size of a micro-batch does not divide.
         if batch % num_ranks:
             remedy = f"choose a multiple of {num_ranks}, or another number of processes"
         else:
@@ -310,6 +317,8 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
     if num_steps >= FEW_STEPS or trainer_value(recipe, "max_steps") > 0:
         return None
     size, _ = global_batch(recipe, num_ranks)
+    # The key that the recipe has already set: the reader changes a number, and does not learn
+    # another key.
     key = (
         "run.global_batch_size"
         if recipe.run.global_batch_size

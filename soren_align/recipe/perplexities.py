@@ -25,6 +25,8 @@ class PublishedModel(Section):
 
     def corrected(self) -> dict[str, float]:
         """The perplexities of the sum divided by N; empty if N is unknown."""
+        # A perplexity is exp of the mean loss: the sum of N losses over N + 1 instead of N is the
+        # (N + 1)/N-th root of it (notes/log.md, "the C4 recipes").
         n = self.num_batches
         return (
             {name: value ** ((n + 1) / n) for name, value in self.perplexities.items()} if n else {}

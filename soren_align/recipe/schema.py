@@ -61,6 +61,7 @@ class Samples(Section):
     @classmethod
     def meant_by(cls, value: Any) -> dict[str, Any] | None:
         """A text that names no file is a prompt."""
+        # By the suffix, not by whether a file exists: a misspelt path must not become a prompt.
         is_prompt = isinstance(value, str) and not value.endswith((".txt", ".jsonl"))
         return super().meant_by([value] if is_prompt else value)
 
@@ -153,6 +154,7 @@ class Recipe(Section):
     @classmethod
     def key_elsewhere(cls, name: str) -> list[str]:
         """Also by TRL's names: optimizer.lr for learning_rate, trainer.max_steps."""
+        # Who writes a TRL name at a wrong place is told where it stands in a recipe.
         key = trl.recipe_key(name)
         return [key] if key else super().key_elsewhere(name)
 
@@ -240,6 +242,7 @@ class Model(Section):
     tokenizer: (
         Annotated[
             Annotated[str, Tag("<name>")] | Annotated[TrainedTokenizer, Tag("<trained>")],
+            # Without it, a wrong section would be reported as "no text" too.
             Discriminator(lambda value: "<name>" if isinstance(value, str) else "<trained>"),
         ]
         | None
@@ -397,6 +400,8 @@ class Eval(Section):
     def name(self) -> str:
         """The name of the results' folder: the suite's; with omitted columns and the limit of a
         rehearsal, so that they replace no full result."""
+        # A rehearsal with `limit`, or with fewer columns, must not replace a full result, and is no
+        # row of the same table.
         path = Path(os.path.abspath(self.suite))  # without the `..` that Path.absolute leaves
         suite = path.parent.name if path.suffix == ".yaml" else path.name
         omitted = "".join(f"-without-{column}" for column in self.omit)
@@ -408,15 +413,23 @@ Recipe.model_rebuild()
 
 def resolve(recipe: Recipe) -> Recipe:
     """The recipe with the defaults that depend on other keys written out."""
+    # Written out at the end of loading and not by defaults of the fields, since each depends on
+    # another key, which --set, a study or an extended recipe may still change. What is written out
+    # here is in the run folder's recipe.yaml, and a later version's defaults do not change the run.
     model = recipe.model
     if model.lora is not None and model.lora.alpha is None:
         lora = model.lora.model_copy(update={"alpha": float(model.lora.r)})
         model = model.model_copy(update={"lora": lora})
     optimizer, trainer = recipe.optimizer, recipe.trainer
+    # An adapter has no other parameters, unless whole modules are trained beside it: a value would
+    # claim a learning rate that nothing uses
+    # (test_aux_lr_is_null_where_there_are_no_other_parameters).
     if optimizer.aux_lr is None and (
         optimizer.name == "adamw" or trains_others(model.name_or_path, model.lora)
     ):
         optimizer = optimizer.model_copy(update={"aux_lr": optimizer.lr})
+    # transformers' default is to evaluate never: held-out examples would cost training data for
+    # nothing.
     if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
         trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
     # transformers wants them equal

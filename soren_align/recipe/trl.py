@@ -168,6 +168,8 @@ def read_fields(config: str) -> dict[str, dict[str, Any]]:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
+        # The annotation as the names of plain types: JSON has no types, and a value of a recipe has
+        # one of these only.
         parts = (
             get_args(hints[field.name]) if _is_union(hints[field.name]) else (hints[field.name],)
         )
@@ -209,6 +211,8 @@ def recipe_key(name: str) -> str | None:
     """The key of a recipe that another tool's option means: optimizer.lr for learning_rate; None if
     there is none.
     """
+    # The remedy of a message is the one place where the other name stands: a second table of the
+    # same names would come apart from it.
     if meant := re.match(r"write ([\w.]*\w)", (ELSEWHERE | RENAMED).get(name, "")):
         name = meant[1]
     elif name in ELSEWHERE:
@@ -241,6 +245,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
         return f"a recipe sets this elsewhere; {IN_SECTIONS[key]}"
     if key in REFUSED:
         return REFUSED[key]
+    # From the most certain answer to the least: a key of the other task's config, an older name, a
+    # similar name.
     if key not in known:
         if other := next(
             (other.config for name, other in TASKS.items() if key in fields(name)), None
@@ -276,6 +282,7 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             "None" in field.types
         )
         return f"found {value!r}; write {' or '.join(words)}{hint}"
+    # A bool is an int to Python.
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             return f"found {value!r}; write a finite number"
