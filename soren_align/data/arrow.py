@@ -45,6 +45,8 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
 def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
+    # Json features are parsed here: `datasets`' own decoding keeps ten digits of a float and fails
+    # on integers above 2^64 (notes/log.md).
     lists = [name for name, feature in dataset.features.items() if feature == List(Json())]
     try:
         for batch in batches:
@@ -93,6 +95,7 @@ def concatenated(datasets: Sequence[Dataset]) -> Dataset:
     canonical = []
     for dataset in datasets:
         features = features_of(names, has_turns(dataset))
+        # Arrow concatenates equal schemas only: a source without tools gets a column of nulls.
         if dataset.features.arrow_schema != features.arrow_schema:
             parts = (dataset._fingerprint, "canonical", names)
             dataset = cached_examples(parts, features, partial(_canonical, dataset, names))

@@ -45,6 +45,7 @@ def cached(
 
     key: of `cache_key`, with all that determines the batches, which are columns of examples.
     """
+    # Whoever comes first writes; the others, and all later runs, map the same file.
     if not is_intact(root / key):
         with (
             written_whole(root / key) as part,
@@ -61,6 +62,9 @@ def cache_key(*parts: Any) -> str:
     """A hash of `parts` and of the source of this package's rules for examples, which are then
     validated again.
     """
+    # By the source of all of this room: a fix of a rule must not be hidden by examples that were
+    # made before it. A changed comment makes the entries again too, which is cheap beside the
+    # opposite mistake.
     rules = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
 
@@ -77,6 +81,8 @@ def written_whole(entry: Path) -> Iterator[Path]:
     try:
         yield part
         files = [file for file in part.rglob("*") if file.is_file()]
+        # Digests are taken before the rename: an entry that exists under its name is whole and can
+        # be verified.
         names = [file.relative_to(part).as_posix() for file in files]
         write(part / _DIGESTS, json.dumps(dict(zip(names, contents(files), strict=True))))
         rename_durably(part, entry)
@@ -127,6 +133,7 @@ def verified_values(dataset: Dataset, key: str, is_first: bool) -> Iterator[None
     """A context in which TRL reads the values that it caches beside a dataset under `key`, or makes
     them: a damaged file is removed before, by every rank; the first rank records the digest after.
     """
+    # TRL's own file name, computed as TRL does.
     file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, key))))
     digest = file.with_suffix(".json")
     if file.exists() and not (digest.exists() and [read_json(digest)] == contents([file])):

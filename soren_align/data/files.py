@@ -207,6 +207,8 @@ class LocalFiles:
         Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and
         of the files' times of modification, which `sampled` states.
         """
+        # A stream may be terabytes, which no start should read: a change in place that keeps size,
+        # times and sampled chunks is not noticed, and run.json says that it was sampled.
         stats = {name: file.stat() for name, file in self.files.items()}
         chunks = [
             chunk

@@ -60,6 +60,8 @@ class ColumnMapping(NamedTuple):
 
     def known(self, example: Example) -> Example:
         """The example with our names, for a Reader. Values that are no turns are unchanged."""
+        # Only the named columns are read: another column that happens to have one of our names is
+        # not what was meant.
         if self.columns:
             example = {ours: example.get(theirs) for ours, theirs in self.columns.items()}
         return {
@@ -116,37 +118,51 @@ def recognize(
     apply_chat_template: to prompts and pairs of answers that are texts, which become turns.
     """
     known = mapping.known(example)
-    form = _format(known, task)
-    if form is None:
+    data_format = _format(known, task)
+    if data_format is None:
         raise UserError(f"{place}: {_no_format(example, known, task, mapping)}")
-    if form.description == PLAIN_PAIRS and not apply_chat_template:
+    # `apply_chat_template: false` has a meaning for this format alone: its texts can be either
+    # rendered already or not.
+    if data_format.description == PLAIN_PAIRS and not apply_chat_template:
         description = "plain prompts and pairs of answers, without a template"
-        form = form._replace(description=description, outputs=form.inputs, read=_texts)
+        data_format = data_format._replace(
+            description=description, outputs=data_format.inputs, read=_texts
+        )
     # The paper's datasets are named, so that a user sees that his file is one of them.
     name, additional = _PUBLISHED.get(TASKS[task].columns, ("", set()))
-    if form.inputs == form.outputs == TASKS[task].columns and additional <= known.keys() and name:
-        form = form._replace(description=f"{form.description} (like {name})")
-    if "system" in mapping.columns and form.outputs == ("messages",):
-        form = form._replace(inputs=(*form.inputs, "system"))
-    if form.has_turns:
+    if (
+        data_format.inputs == data_format.outputs == TASKS[task].columns
+        and additional <= known.keys()
+        and name
+    ):
+        data_format = data_format._replace(description=f"{data_format.description} (like {name})")
+    # Conversations have system turns: a column `system` beside them is read only if the recipe
+    # names it.
+    if "system" in mapping.columns and data_format.outputs == ("messages",):
+        data_format = data_format._replace(inputs=(*data_format.inputs, "system"))
+    if data_format.has_turns:
         beside = tuple(column for column in OPTIONS if column in known)
-        form = form._replace(inputs=form.inputs + beside, outputs=form.outputs + beside)
-    form = form._replace(mapping=mapping)
-    unused = tuple(column for column in example if column not in form.columns_read)
-    return form._replace(unused=unused)
+        data_format = data_format._replace(
+            inputs=data_format.inputs + beside, outputs=data_format.outputs + beside
+        )
+    data_format = data_format._replace(mapping=mapping)
+    # Recorded in run.json as columns_dropped: a misspelt column shows there.
+    unused = tuple(column for column in example if column not in data_format.columns_read)
+    return data_format._replace(unused=unused)
 
 
 def _format(example: Example, task: str) -> Format | None:
     """The first format that fits an example, by our names; None if none does."""
-    for form in FORMATS[TASKS[task].data]:
-        if example.keys() >= {*form.inputs} and form.fits(example):
-            optional = tuple(column for column in form.optional if column in example)
-            return form._replace(inputs=optional + form.inputs)
+    for data_format in FORMATS[TASKS[task].data]:
+        if example.keys() >= {*data_format.inputs} and data_format.fits(example):
+            optional = tuple(column for column in data_format.optional if column in example)
+            return data_format._replace(inputs=optional + data_format.inputs)
     return None
 
 
 def _no_format(example: Example, known: Example, task: TaskName, mapping: ColumnMapping) -> str:
     """The columns that there are and the needed ones, with a proposal where there is one."""
+    # The likeliest slip is the other command on the right file.
     others = (name for name in TASKS if TASKS[name].data == name != task and _format(known, name))
     other = next(others, None)
     hint = f"; for these columns run `soren-align {other}`" if other else ""
@@ -163,25 +179,29 @@ def _no_format(example: Example, known: Example, task: TaskName, mapping: Column
     return f"{text}, but {task} needs {TASKS[task].required_columns}{hint}"
 
 
-def read_example(example: Example, form: Format) -> Example | str:
+def read_example(example: Example, data_format: Format) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
-    known = form.mapping.known(example)
-    if "system" in form.inputs and form.outputs[:1] == ("messages",):
-        column, system = form.inputs[0], known.get("system")
+    known = data_format.mapping.known(example)
+    if "system" in data_format.inputs and data_format.outputs[:1] == ("messages",):
+        column, system = data_format.inputs[0], known.get("system")
         if isinstance(known.get(column), list) and isinstance(system, str) and system:
             known = {**known, column: [{"role": "system", "content": system}, *known[column]]}
-    beside = [column for column in OPTIONS if column in form.outputs]
+    beside = [column for column in OPTIONS if column in data_format.outputs]
     # The columns were chosen by the first examples: a key of later ones would be dropped in
     # silence.
     unread = [column for column in OPTIONS if known.get(column) and column not in beside]
-    if unread and form.has_turns:
+    if unread and data_format.has_turns:
         return (
             f"has the key {unread[0]}, which none of the first examples has; move this example to "
             "the beginning of the data"
         )
+    # Errors become texts: what is to happen to an example that is not valid is decided for the
+    # whole split (`bad_examples`), not here.
     try:
-        result = form.read(known, form.inputs)
-        if form.mask_history and "messages" in result:
+        result = data_format.read(known, data_format.inputs)
+        if data_format.mask_history and "messages" in result:
+            # mask_history by weights of turns: one way to leave turns out of the loss, whoever asks
+            # for it.
             for turn in result["messages"][:-1]:
                 turn |= {"weight": 0} if turn["role"] == "assistant" else {}
         texts = options({column: known.get(column) for column in beside})
@@ -217,6 +237,7 @@ def _completion(example: Example, inputs: tuple[str, ...]) -> Example:
     """A prompt and its completion, as turns."""
     for name in _COMPLETION:
         check_list(example.get(name), name, "{role, content}")
+    # The whole is checked, so that the roles alternate across the border of the two as well.
     check_conversation(example["prompt"] + example["completion"], "prompt + completion")
     check_weights(example["completion"], "completion")
     return {name: plain_turns(example[name]) for name in _COMPLETION}

@@ -24,6 +24,8 @@ def fetch(
     with _builder(path, revision, name) as builder:
         builder.download_and_prepare()
     splits = list(builder.info.splits or {})
+    # Before `datasets` reads the split: its own error for a missing one does not list those that
+    # exist.
     names = [part.split("[")[0].strip() for part in split.split("+")]
     if missing := next((name for name in names if name not in splits), None):
         raise UserError(f"{path}: has no split '{missing}'; write one of {', '.join(splits)}")

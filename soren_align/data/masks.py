@@ -71,6 +71,7 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
     for example in examples:
         if "labels" in TASKS[task].token_columns:
             (ids, trained), *_ = example.sides
+            # -100 is what torch's cross entropy ignores: a mask needs no column of its own.
             labels = [
                 token if is_trained else -100
                 for token, is_trained in zip(ids, trained, strict=True)

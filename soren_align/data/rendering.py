@@ -118,6 +118,8 @@ class Rendering:
                 tools,
             ),
         }
+        # By rendering without a part, not by searching the text for it: the name of a dropped call
+        # stands in the list of tools as well (notes/log.md).
         text, kinds = self.text, []
         # A part without which the template fails is one that it prints.
         for kind, others in changed.items():

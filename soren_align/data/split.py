@@ -81,8 +81,10 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
             " examples"
         )
     with quiet_libraries():
+        # Files are read by our own readers, which name the line of a broken record; `datasets`
+        # reads what is on the hub.
         load = _from_file if is_local(spec.path) else _from_hub
-        dataset, form, dropped, origin = load(spec, task)
+        dataset, data_format, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
@@ -92,39 +94,39 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
                 " all are used"
             ),
         )
-    source = source_record(spec, origin, form) | {"num_examples": num_examples}
-    return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
+    source = source_record(spec, origin, data_format) | {"num_examples": num_examples}
+    return LoadedSplit(dataset, data_format.description, num_examples, dropped, source, notices)
 
 
-def source_record(spec: DataSplit, origin: dict[str, Any], form: Format) -> dict[str, Any]:
+def source_record(spec: DataSplit, origin: dict[str, Any], data_format: Format) -> dict[str, Any]:
     """`LoadedSplit.source` without the number of examples."""
     names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
-    return {"path": spec.path, **origin, **names, "columns_dropped": list(form.unused)}
+    return {"path": spec.path, **origin, **names, "columns_dropped": list(data_format.unused)}
 
 
 def _from_file(
     spec: DataSplit, task: TaskName
 ) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
     """(dataset, format, dropped, origin)."""
-    local, form = local_files(spec, task)
+    local, data_format = local_files(spec, task)
     origin = local.origin()
     # All that determines the examples is part of the key: a changed rule must not find the old
     # cache.
     suffixes = [file.suffixes for file in local.files.values()]
-    rules = (spec.bad_examples, spec.mask_history, form.mapping, form.outputs)
+    rules = (spec.bad_examples, spec.mask_history, data_format.mapping, data_format.outputs)
 
     def examples() -> Iterator[Example]:
         for _, example in checked(
-            islice(LocalReader(local), spec.limit), form, spec, task, spec.path
+            islice(LocalReader(local), spec.limit), data_format, spec, task, spec.path
         ):
             is_valid = isinstance(example, dict)
             yield (
                 example | {_REASON: None}
                 if is_valid
-                else dict.fromkeys(form.outputs) | {_REASON: example}
+                else dict.fromkeys(data_format.outputs) | {_REASON: example}
             )
 
-    features = features_of(form.outputs, form.has_turns) | {_REASON: Value("string")}
+    features = features_of(data_format.outputs, data_format.has_turns) | {_REASON: Value("string")}
     parts = (origin["sha256"], suffixes, task, spec.limit, *rules)
     dataset = cached_examples(parts, Features(features), examples)
     # The reasons lie beside the examples in the cache, so that a second start reports them too.
@@ -132,7 +134,7 @@ def _from_file(
     dataset = dataset.remove_columns(_REASON)
     if dropped := [reason for reason in reasons if reason is not None]:
         dataset = dataset.select([i for i, reason in enumerate(reasons) if reason is None])
-    return dataset, form, count_alike(dropped), origin
+    return dataset, data_format, count_alike(dropped), origin
 
 
 def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
@@ -148,18 +150,21 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     local = (
         StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
     )
+    # Each file is recognized by its own first records.
     (name, first), *others = [
         (n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)
     ]
     # A folder of mixed kinds would otherwise be read by the format of its first file.
-    for other, form in others:
-        if (form.read, form.outputs) != (first.read, first.outputs):
+    for other, data_format in others:
+        if (data_format.read, data_format.outputs) != (first.read, first.outputs):
             raise UserError(
-                f"{name} has {first.description}, but {other} has {form.description}; write a"
-                " pattern for files of one kind, such as train*.jsonl, or write several splits"
+                f"{name} has {first.description}, but {other} has {data_format.description}; write"
+                " a pattern for files of one kind, such as train*.jsonl, or write several splits"
             )
     unused = dict.fromkeys(
-        column for form in (first, *(form for _, form in others)) for column in form.unused
+        column
+        for data_format in (first, *(other for _, other in others))
+        for column in data_format.unused
     )
     return local, first._replace(unused=tuple(unused))
 
@@ -173,17 +178,20 @@ def _from_hub(
         if spec.name is None
         else f"{spec.path} ({spec.name}, {spec.split})"
     )
+    # The limit comes before all else, so that `limit: 100` of a large dataset checks 100 examples.
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
-    form = format_of(examples_of(dataset), spec, task, place)
+    data_format = format_of(examples_of(dataset), spec, task, place)
     # Columns that are not trained on are not decoded.
-    dataset = dataset.select_columns(form.columns_read)
+    dataset = dataset.select_columns(data_format.columns_read)
     numbered = (
         (f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1)
     )
-    is_changed, reasons, valid = form.columns_read != list(form.outputs), [], []
-    for i, (record, example) in enumerate(checked(numbered, form, spec, task, place)):
+    is_changed, reasons, valid = data_format.columns_read != list(data_format.outputs), [], []
+    # One pass checks every example and finds out whether any differs from what TRL takes. Most hub
+    # datasets differ in none, and are used from `datasets`' own cache without a copy.
+    for i, (record, example) in enumerate(checked(numbered, data_format, spec, task, place)):
         if isinstance(example, str):
             reasons.append(example)
         else:
@@ -194,14 +202,21 @@ def _from_hub(
     if is_changed:  # written once into the datasets cache
         unchanged = dataset
         dataset = cached_examples(
-            (dataset._fingerprint, form.description, form.mapping, form.mask_history),
-            features_of(form.outputs, form.has_turns),
-            lambda: (formats.read_example(example, form) for example in examples_of(unchanged)),
+            (
+                dataset._fingerprint,
+                data_format.description,
+                data_format.mapping,
+                data_format.mask_history,
+            ),
+            features_of(data_format.outputs, data_format.has_turns),
+            lambda: (
+                formats.read_example(example, data_format) for example in examples_of(unchanged)
+            ),
         )
     origin = {"split": spec.split, "revision": revision} | (
         {"name": spec.name} if spec.name else {}
     )
-    return dataset, form, count_alike(reasons), origin
+    return dataset, data_format, count_alike(reasons), origin
 
 
 def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: str) -> Format:
@@ -228,23 +243,31 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
     for column in (spec.columns.get(name, name) for name in OPTIONS):
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
-    form = formats.recognize(example, task, place, mapping, spec.apply_chat_template is not False)
-    return form._replace(mask_history=spec.mask_history)
+    data_format = formats.recognize(
+        example, task, place, mapping, spec.apply_chat_template is not False
+    )
+    return data_format._replace(mask_history=spec.mask_history)
 
 
 def checked(
-    numbered: Iterable[tuple[str, Any]], form: Format, spec: DataSplit, task: TaskName, place: str
+    numbered: Iterable[tuple[str, Any]],
+    data_format: Format,
+    spec: DataSplit,
+    task: TaskName,
+    place: str,
 ) -> Iterator[tuple[Any, Example | str]]:
     """Each record, and its example in TRL's columns; or, as text, why it cannot be trained on.
 
     At the end raises UserError if no example is valid, or one that is not is to be refused.
     numbered: (place, record) pairs.
     """
+    # Errors are raised at the end: all examples are counted, so that the message says how many are
+    # wrong, and not only which is the first.
     reported: list[str] = []
     num_examples = num_invalid = 0
     for record_place, record in numbered:
         num_examples += 1
-        example = read(record, form)
+        example = read(record, data_format)
         if isinstance(example, str):
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
@@ -275,10 +298,12 @@ def checked(
         raise UserError(head, *reported, *more)
 
 
-def read(record: Any, form: Format) -> Example | str:
+def read(record: Any, data_format: Format) -> Example | str:
     """The record in TRL's columns; or, as text, why it cannot be trained on."""
     return (
-        record.reason if isinstance(record, InvalidRecord) else formats.read_example(record, form)
+        record.reason
+        if isinstance(record, InvalidRecord)
+        else formats.read_example(record, data_format)
     )
 
 
@@ -372,6 +397,8 @@ def position(example: Example) -> float:
     """
     # No tools are as without the column.
     example = {column: value for column, value in example.items() if value is not None}
+    # Sorted: datasets of the hub have the keys of their turns in another order than files, and the
+    # same example must be held out from both.
     text = json.dumps(example, sort_keys=True, ensure_ascii=False)
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53
 
@@ -400,6 +427,8 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
                 f"data.train: a weight of {source.weight:g} leaves no example of {split.name};"
                 " write a larger weight, or remove this split"
             )
+    # Indices into the sources one after another, then shuffled: no example is copied, and one
+    # generator makes the order the same on every rank.
     starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
     order = generator.permutation(sum(map(len, samples)))
     indices = np.concatenate(
@@ -443,5 +472,5 @@ def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
         raise UserError(
             f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}), but"
             f" {splits[other].name} has {splits[other].layout} ({columns[other]}), and these two"
-            " forms cannot be mixed; use splits of one form"
+            " formats cannot be mixed; use splits of one format"
         )

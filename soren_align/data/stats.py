@@ -137,6 +137,7 @@ def dataset_stats(
             last = last_visible(ids, tokenizer)
             has_stop = ids[last] == tokenizer.eos_token_id and trained[last]
         first = first or text_spans(sides, example.num_prompt, tokenizer)
+    # inverted_cdf: a length that some example has, and a whole number.
     percentiles = np.percentile(lengths or [0], (50, 90, 99), method="inverted_cdf")
     num_sources = max(source_indices) + 1 if source_indices else 0
     return DatasetStats(

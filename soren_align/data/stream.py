@@ -57,7 +57,7 @@ class StreamedSplit:
 
     config: TrainSplit
     task: TaskName
-    form: Format
+    data_format: Format
     place: str
     """The split's name for messages."""
     source: dict[str, Any]
@@ -72,14 +72,17 @@ class StreamedSplit:
         num_records = min(num_records, self.config.limit or num_records)
         records = islice(self.open(None), num_records)
         results = [
-            result for _, result in checked(records, self.form, self.config, self.task, self.place)
+            result
+            for _, result in checked(records, self.data_format, self.config, self.task, self.place)
         ]
         examples = [example for example in results if not isinstance(example, str)]
         dropped = count_alike(reason for reason in results if isinstance(reason, str))
-        features = features_of(self.form.outputs, self.form.has_turns)
+        features = features_of(self.data_format.outputs, self.data_format.has_turns)
         columns = {name: [example.get(name) for example in examples] for name in features}
         dataset = Dataset.from_dict(columns, features=features)
-        return LoadedSplit(dataset, self.form.description, len(results), dropped, self.source)
+        return LoadedSplit(
+            dataset, self.data_format.description, len(results), dropped, self.source
+        )
 
 
 def open_split(config: TrainSplit, task: TaskName) -> StreamedSplit:
@@ -88,26 +91,32 @@ def open_split(config: TrainSplit, task: TaskName) -> StreamedSplit:
     """
     with quiet_libraries():
         if is_local(config.path):
-            local, form = local_files(config, task)
-            source = source_record(config, local.sampled_origin(), form)
+            local, data_format = local_files(config, task)
+            source = source_record(config, local.sampled_origin(), data_format)
             return StreamedSplit(
-                config, task, form, config.path, source, lambda at: LocalReader(local, at)
+                config, task, data_format, config.path, source, lambda at: LocalReader(local, at)
             )
         place = f"{config.path} ({', '.join(filter(None, (config.name, config.split)))})"
         dataset, revision = hub.stream(config.path, config.split, config.revision, config.name)
-        form = format_of(
+        data_format = format_of(
             [e for _, e in islice(hub.StreamReader(dataset, place), SAMPLE_SIZE)],
             config,
             task,
             place,
         )
-        selected = dataset.select_columns(form.columns_read)
+        # Columns that are not trained on are not read from the hub at all.
+        selected = dataset.select_columns(data_format.columns_read)
         origin = {"split": config.split, "revision": revision} | (
             {"name": config.name} if config.name else {}
         )
-        source = source_record(config, origin, form)
+        source = source_record(config, origin, data_format)
         return StreamedSplit(
-            config, task, form, place, source, lambda at: hub.StreamReader(selected, place, at)
+            config,
+            task,
+            data_format,
+            place,
+            source,
+            lambda at: hub.StreamReader(selected, place, at),
         )
 
 
@@ -131,7 +140,9 @@ class Stream:
     @property
     def columns(self) -> tuple[str, ...]:
         """TRL's columns, of all splits."""
-        return tuple(dict.fromkeys(name for split in self.splits for name in split.form.outputs))
+        return tuple(
+            dict.fromkeys(name for split in self.splits for name in split.data_format.outputs)
+        )
 
     @property
     def start(self) -> State:
@@ -159,13 +170,20 @@ class Stream:
             # it.
             generator = np.random.default_rng([self.seed, number])
             examples = []
+            # Sources by chance, in proportion to the weights: an example costs a draw, and no
+            # source must be counted beforehand.
             for index in generator.choice(len(cursors), self.block_size, p=weights / weights.sum()):
                 example = cursors[index].draw()
+                # A source that ends begins again at once, since its share would otherwise be
+                # missing from the mixture. A single source ends its block there, so that passes are
+                # not mixed in one block.
                 while example is None and len(cursors) > 1:
                     example = cursors[index].draw()
                 if example is None:
                     break
                 examples.append(example)
+            # A block and no rolling buffer: datasets 5.2 saves no contents of its shuffle buffer,
+            # so that a resumed run would lose examples (notes/log.md, "streaming").
             examples = [examples[i] for i in generator.permutation(len(examples))]
             number += 1
             end = {"number": number, **counts, "dropped": dict(counts["dropped"])}
@@ -194,13 +212,14 @@ class _Cursor:
         for place, record in self.records:
             self.num_read += 1
             self.counts["num_read"] += 1
-            example = read(record, self.split.form)
+            example = read(record, self.split.data_format)
             if not isinstance(example, str):
                 # By the hash of each, as in the search for held-out ones: none is trained on, in
                 # any pass.
                 if not self.held_out_fraction or position(example) >= self.held_out_fraction:
                     return example
                 continue
+            # Checked one by one: nobody has read all of a stream before training.
             if self.split.config.bad_examples == "refuse":
                 raise UserError(
                     f"{place}: cannot be used for {self.split.task}: {example}; fix this example,"
@@ -240,6 +259,8 @@ def open_stream(
     first NUM_SEARCHED records of each split are the held-out ones. Raises UserError if a split
     cannot be used, or two do not mix.
     """
+    # A stream cannot be looked through: what `plan` and the notices report is counted on its first
+    # records.
     splits = [open_split(config, task) for config in configs]
     first = [split.first(NUM_PREVIEWED) for split in splits]
     refuse_other_kinds(first)

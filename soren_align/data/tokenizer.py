@@ -100,6 +100,8 @@ def check_template(
         raise UserError(
             f"{name}: has the chat templates {names}, but none named default; {_REMEDY}"
         ) from None
+    # The first example stands for all: the template is one program. Later ones are rendered when
+    # they are tokenized, and are refused there.
     example: Any = dataset[0]
     chats = [example[column] for column in TASKS[task].columns if column in example]
     if example.get("completion"):
@@ -110,6 +112,7 @@ def check_template(
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in chat]
         text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
         answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
+        # A template that prints no answers would train on prompts alone, with a loss that falls.
         if answers[-1] not in text:
             raise UserError(
                 f"{name}: the chat template leaves out the assistant's turns: it renders the first"
@@ -217,6 +220,8 @@ def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTo
 
     Raises UserError if the texts have too few words for so many.
     """
+    # Byte-level, with all bytes in the first alphabet: every text has tokens, also in languages
+    # that the training texts lack.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -96,6 +96,8 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
     indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
     if len(indices) == len(rows):
         return split, tokens
+    # A source of a mixture that loses all of its examples is a mistake of the recipe, even where
+    # the others are enough to train on.
     sources = tuple(split.source_indices[i] for i in indices) if split.source_indices else ()
     if not indices or set(sources) != set(split.source_indices):
         lost = set(split.source_indices) - set(sources)

@@ -1,9 +1,10 @@
-"""Turns of conversations: read from their many forms, checked, and prepared for chat templates.
+"""Turns of conversations: read from their many formats, checked, and prepared for chat templates.
 Pure functions.
 
-A turn has OpenAI's form: role, content, and some have tool_calls, name and tool_call_id, reasoning,
-or a weight. Arguments of calls and tools are JSON texts here, in which any schema fits one Arrow
-column and every number is exact; `for_template` parses them, as chat templates expect objects.
+A turn has OpenAI's format: role, content, and some have tool_calls, name and tool_call_id,
+reasoning, or a weight. Arguments of calls and tools are JSON texts here, in which any schema fits
+one Arrow column and every number is exact; `for_template` parses them, as chat templates expect
+objects.
 """
 
 import json
@@ -188,6 +189,8 @@ def check_pair(chosen: Any, rejected: Any) -> None:
     """
     if chosen == rejected:
         raise InvalidExample("chosen and rejected are equal")
+    # DPO compares two answers to one prompt: TRL takes the shared beginning as the prompt, and the
+    # rest of each side would be scored as its answer.
     if isinstance(chosen, str) or chosen[:-1] == rejected[:-1]:
         return
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -214,6 +217,8 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
         return [with_known_keys(turn, keys, roles) for turn in turns]
     if not isinstance(turns, dict):
         return turns
+    # Names first: the dataset's keys and roles become OpenAI's. Values that are wrong are left for
+    # `check_conversation`, whose messages can then speak of one set of names.
     turn = dict(turns)
     for key, other in {"role": "from", "content": "value", "weight": "weight", **keys}.items():
         if other in turn and turn.get(key) is None:
@@ -226,7 +231,7 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
     turn = {key: value for key, value in turn.items() if value is not None or key == "role"}
     turn["content"] = content
 
-    # Tool calls: ShareGPT's function_call has them as text, OpenAI's first form as one object.
+    # Tool calls: ShareGPT's function_call has them as text, OpenAI's first format as one object.
     if role == "tool_call":
         calls = _parsed(content)
         turn |= {"role": "assistant", "content": ""}
@@ -260,7 +265,7 @@ def _joined(content: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """A call in OpenAI's form, {type, function: {name, arguments}}, with arguments as text."""
+    """A call in OpenAI's format, {type, function: {name, arguments}}, with arguments as text."""
     if not isinstance(call, dict):
         return call
     function = call["function"] if isinstance(call.get("function"), dict) else call
@@ -302,7 +307,7 @@ def from_dialogue(text: Any, name: str) -> list[dict[str, str]]:
 
 
 def options(example: Mapping[str, Any]) -> dict[str, str]:
-    """The values of OPTIONS as JSON texts, tools in OpenAI's form.
+    """The values of OPTIONS as JSON texts, tools in OpenAI's format.
     Raises InvalidExample if they are not valid.
     """
     texts = {}
@@ -315,6 +320,8 @@ def options(example: Mapping[str, Any]) -> dict[str, str]:
             value = [_tool(tool) for tool in (value if isinstance(value, list) else [None])]
         elif not isinstance(value, dict):
             raise InvalidExample(f"{column} is no object of the template's variables")
+        # They become keywords of apply_chat_template: a dataset could otherwise set `tokenize` or
+        # `chat_template`.
         elif reserved := _RESERVED & value.keys():
             names = ", ".join(sorted(reserved))
             raise InvalidExample(
@@ -325,7 +332,7 @@ def options(example: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tool(tool: Any) -> Any:
-    """A tool in OpenAI's form; LLaMA-Factory's is the function alone."""
+    """A tool in OpenAI's format; LLaMA-Factory's is the function alone."""
     if isinstance(tool, dict) and "function" not in tool and "name" in tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None

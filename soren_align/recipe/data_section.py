@@ -119,7 +119,7 @@ def kind_of_eval(evaluation: Any) -> str:
 
 class Data(Section):
     """The training data.
-    soren-align recognizes the form of a dataset by its columns: conversations (`messages`, or
+    soren-align recognizes the format of a dataset by its columns: conversations (`messages`, or
     ShareGPT's `conversations`), Alpaca's instructions and outputs, prompts with completions,
     preference pairs, or plain texts. If the columns have other names, set `columns`."""
 
@@ -158,7 +158,7 @@ class Data(Section):
     examples. `verdict`: use the other held-out examples, and write the loss of each example into
     held_out.json. null: use all."""
     retention: DataSplit | None = None
-    """Examples of abilities that the model should not forget. The file has one of the forms that
+    """Examples of abilities that the model should not forget. The file has one of the formats that
     `task: sft` reads, in a DPO recipe too. Every evaluation writes `retention_loss`, the loss on
     the answers of up to 64 of these examples, into metrics.jsonl. The model is not trained on these
     examples."""

@@ -160,7 +160,7 @@ class Recipe(Section):
 
     @property
     def data_task(self) -> TaskName:
-        """The task in whose forms the examples are: pre-training takes the plain texts of SFT."""
+        """The task in whose formats the examples are: pre-training takes the plain texts of SFT."""
         return TASKS[self.task].data
 
 

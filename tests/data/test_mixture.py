@@ -88,11 +88,11 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
         load_mixture([source(two[0]), source(text)], "sft", 1)
     parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
     turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
-    with pytest.raises(UserError, match="these two forms cannot be mixed; use splits of one form"):
+    with pytest.raises(UserError, match="these two formats cannot be mixed; use splits of one format"):
         load_mixture([source(parted), source(turns)], "sft", 1)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(UserError, match="these two forms cannot be mixed; use splits of one form"):
+    with pytest.raises(UserError, match="these two formats cannot be mixed; use splits of one format"):
         load_mixture([source(pairs), source(texts, apply_chat_template=False)], "dpo", 1)
 
 

@@ -188,7 +188,7 @@ def test_an_invalid_example_after_the_first_ones_names_the_remedy(write, monkeyp
 
 
 def test_splits_of_different_kinds_do_not_mix(folder, write):
-    with pytest.raises(UserError, match="these two forms cannot be mixed"):
+    with pytest.raises(UserError, match="these two formats cannot be mixed"):
         opened(source(folder), source(write("chats.jsonl", [chat_row()])))
 
 
