@@ -187,6 +187,7 @@ class GradientCheck(TrainerCallback):
             name for group in groups for name in group["param_names"]
         )
         if self.attached.ranks.any(bool(matrices)):
+            # The message names what to freeze, by globs that spare all that is trained.
             reached = [name for name, parameter in trained if parameter.grad is not None]
             raise UserError(
                 f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, "

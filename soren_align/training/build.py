@@ -69,6 +69,8 @@ def build_trainer(
             model.config._name_or_path = str(Path(config_file).parent)
     kind = parallel(recipe.run.parallel).kind if ranks.launched else None
     reference: dict[str, Any] = {}
+    # The reference is the start that was trained from, perturbed as well: otherwise the rewards of
+    # step 1 would not be 0.
     is_whole = new_adapter is None and not isinstance(model, PeftModel)
     is_policy = not task.has_reference or (args.precompute_ref_log_probs and kind != "fsdp2")
     if recipe.run.perturb and is_whole and not is_policy:

@@ -123,6 +123,7 @@ class FirstStepCheck(TrainerCallback):
         index = 0 if pending.group is self._matrices else 1
         lr = self._peaks[index]
         for before, after, direction in pending.applied(lr):
+            # Rows of an embedding whose token did not occur have no update, and are no lost ones.
             updated, changed = direction != 0, before != after
             del after
             count = updated.sum()

@@ -82,6 +82,8 @@ def starting_checkpoint(
     tokenizer = weights.load_tokenizer(tokenizer_source)
     if model.tokenizer is not None:
         tokenizer = within_vocabulary(tokenizer, config.vocab_size)
+        # Generation stops at the config's ids: those of the folder's own tokenizer would be other
+        # words of this one.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
     if model.init_seed is None:  # of a plan, which draws no weights
@@ -265,5 +267,6 @@ def perturb_(model: nn.Module, size: float, seed: int) -> None:
         if shard is not parameter:  # with ZeRO's padding at the end
             padded = nn.functional.pad(u, (0, shard.numel() * ranks.num_ranks - len(u)))
             u = padded[ranks.rank * shard.numel() :][: shard.numel()]
+        # In float64, so that 1 + 1e-7 is not rounded before it is multiplied.
         factors = 1 + size * (2 * u.to(shard.device).double() - 1)
         shard.copy_(shard.double() * factors.view(shard.shape))

@@ -98,6 +98,8 @@ def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
             f"{train.source['path']}: has {data.PLAIN_PAIRS}, but the tokenizer has no chat "
             f"template; write model.chat_template, or, to {without}"
         )
+    # Texts that contain <|im_start|> and the like were rendered before: a second template around
+    # them would be trained too.
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if marks := sorted(mark for mark in special if any(mark in turn["content"] for turn in turns)):
         return [

@@ -334,6 +334,7 @@ def cross_talk(
     training are changed. Collective.
     """
     vocabulary = sorted({token for example in examples for token in example})
+    # Each token becomes another one of the data: an unused token's embedding may be untrained.
     following = dict(zip(vocabulary, [*vocabulary[1:], vocabulary[0]], strict=True))
     lengths = [len(example) for example in examples]
     gpus = [device] if torch.device(device).type == "cuda" else []

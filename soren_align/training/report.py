@@ -50,6 +50,7 @@ def report_setup(
     size, factors = global_batch(recipe, ranks.num_ranks)
     parameters = list(trainer.model.parameters())
     routing = routing_table(route(trainer.model, **recipe.optimizer.routing))
+    # DPO usually starts from a run's model: what trained that model belongs to the record.
     earlier = _earlier_runs(Path(setup.start))
     examples = _examples_record(setup)
     held_out = None

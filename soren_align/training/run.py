@@ -78,6 +78,7 @@ def train(
         with ranks.shared_errors():
             if ranks.is_first:
                 checkpoint = _find_checkpoint(setup.recipe, folder, trainer.origin, console)
+        # One choice for all: on a network file system ranks may see different folders.
         checkpoint = ranks.broadcast(checkpoint)
         if checkpoint:
             checkpoints.verify(checkpoint, ranks)
@@ -332,6 +333,8 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Install the handlers."""
+        # A signal that came while the model was loading counts too: its exception may have been
+        # lost (`core.signals`).
         self.received |= signals.received.keys()
         self._before = {
             number: signal.signal(number, self._handle) for number in signals.stop_signals()

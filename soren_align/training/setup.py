@@ -113,6 +113,8 @@ def set_up_training(
         stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
     _check_schedule(config)
     check_attention(recipe, model_config)
+    # The others only need the examples: they read what the first rank has cached, and check and
+    # count nothing twice.
     if not ranks.is_first:
         splits, tokens = tokenize_splits(recipe, splits, tokenizer)
         return TrainingSetup(recipe, start, tokenizer, splits, tokens, stream)
@@ -179,6 +181,8 @@ def _check_names(recipe: Recipe, model_config: Any) -> None:
 
 def _check_schedule(config: Any) -> None:
     """Raise UserError if transformers refuses lr_scheduler_kwargs. config: TRL's."""
+    # A schedule of ten steps of a single number: transformers checks these values nowhere but in
+    # the schedule itself, after the model is loaded.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     settings = config.lr_scheduler_kwargs or {}
     place = "trainer.lr_scheduler_type and lr_scheduler_kwargs"
@@ -225,6 +229,8 @@ def _count_held_out(setup: TrainingSetup, config: Any) -> HeldOutCounts | None:
     evaluation = setup.splits.eval
     if not evaluation:
         return None
+    # TRL's own rule: held-out examples are packed as the training examples are, unless eval_packing
+    # says otherwise.
     packs = getattr(config, "eval_packing", None)
     packs = getattr(config, "packing", False) if packs is None else packs
     counts, _ = _count(setup, config, setup.tokens.eval, (), packs=packs)
@@ -378,6 +384,7 @@ def tokenize_splits(
     """
     cache = default_cache_folder() if recipe.data.cache and not recipe.data.streaming else None
 
+    # Streams are not cached: only their first examples are tokenized here, to count them.
     def tokenized(split: data.LoadedSplit, report: Any) -> tuple[data.LoadedSplit, Any]:
         tokens = data.tokenize(
             split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report
@@ -413,6 +420,7 @@ def _num_with_tokens(tokens: Any, recipe: Recipe, num_tokens: int) -> int:
         sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
         for example in chain.from_iterable(batches)
     )
+    # At the first example that reaches the number: no example is cut in two.
     totals = enumerate(accumulate(numbers), 1)
     return next((number for number, total in totals if total >= num_tokens), len(tokens))
 

@@ -132,6 +132,8 @@ class OptimizerCheck(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Compare the number of maps of this step, over all ranks, with the number of matrices."""
         wrappers, optimizer = self.attached.wrappers, self.attached.optimizer
+        # Two kinds of skipped steps: torch's GradScaler, in accelerate's wrapper, and DeepSpeed's
+        # own `overflow`.
         scaler = next((s for w in wrappers if (s := getattr(w, "scaler", None)) is not None), None)
         skipped = any(
             getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers

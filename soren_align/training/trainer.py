@@ -91,6 +91,7 @@ class SorenTrainerMixin(Trainer):
                 if parameter.requires_grad and parameter.dtype != torch.float32:
                     parameter.data = parameter.data.float()
         if isinstance(optimizer_settings, OptimizerSection):
+            # null means the optimizer's own default: it is left out.
             self.optimizer_settings = optimizer_settings.model_dump(exclude_none=True)
         else:
             self.optimizer_settings = completed_settings(optimizer_settings or {}, self.args)
@@ -314,6 +315,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         super().__init__(model, ref_model, *args, **kwargs)
         # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
         new_adapter, trained = kwargs.get("peft_config"), self.model
+        # PEFT's inits that begin with B = 0; others move the model before the first step.
         changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
         is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
         self.reference_check = ReferenceCheck(self, self.ranks)
@@ -326,6 +328,7 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     ) -> Any:
         """TRL's loss; the first step's loss is checked."""
         result = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        # TRL calls this for evaluations too, whose examples belong to no step.
         if self.reference_check.is_pending and model.training:
             self.reference_check.add(inputs["completion_mask"])
         return result
@@ -347,6 +350,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         """
         if "prompt_ids" not in (dataset.column_names or ()):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        # A library user's setting: a recipe refuses it, since only cuts at the end can be foreseen
+        # here.
         if args.truncation_mode != "keep_start":
             return dataset
         return filtered(dataset, lambda pair: not pair_of(pair).drop_reason(args.max_length))
@@ -375,6 +380,8 @@ class SorenPretrainer(SorenSFTTrainer):
             BatchSampler(range(len(dataset)), self.args.per_device_eval_batch_size, drop_last=False)
         )
         ranks = self.ranks
+        # The minimum repeats the last batch for a rank that has one less; `evaluation_loop` leaves
+        # it out of the sums.
         own = [
             batches[min(i + ranks.rank, len(batches) - 1)]
             for i in range(0, len(batches), ranks.num_ranks)

@@ -72,6 +72,8 @@ class Measurements(TrainerCallback):
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
         # the name of the first matrix of each shape: the same on all ranks
+        # One matrix of each shape, always the same ones: their values at different steps can be
+        # compared.
         firsts: dict[Any, str] = {}
         for weight in attached.weights:
             firsts.setdefault((weight.shape, weight.layout), weight.matrix_names[0])
@@ -156,6 +158,8 @@ class Measurements(TrainerCallback):
             names = self.attached.names_of_matrices or [""]
             # by the step alone: equal on all ranks
             position = step // max(state.logging_steps, 1) % len(names)
+            # A different matrix at each log: all of them come round, at the cost of one
+            # decomposition per log.
             self._compared = position, names[position]
             optimizer.update_observers |= {self._add_update}
             optimizer.map_observers |= {self._add_map}
@@ -222,7 +226,7 @@ class SpectraRecorder(TrainerCallback):
 
     One line per matrix and step, in the order of the model: {"step", "name", "shape",
     "singular_values"}, the latter in descending order, to seven digits; a gradient's has "of":
-    "gradient". `bench/spectra.py` reads the file. Collective at these steps; a momentum is
+    "gradient". `run/spectra.py` reads the file. Collective at these steps; a momentum is
     decomposed on the matrix's owner rank, gradients on the first rank.
 
     Raises UserError if one of `section.matrices` matches no matrix.

@@ -109,6 +109,7 @@ def _answers(dataset: Any, task: Any, max_length: int | None) -> list[Probe]:
     probes = []
     for example in from_token_columns(_some(dataset)[:], task):
         side = example.sides[0].truncated(max_length)
+        # The first token is predicted from nothing.
         positions = [i for i, is_trained in enumerate(side.trained) if is_trained and i]
         probes.append(Probe(side.ids, positions))
     return probes
@@ -160,6 +161,8 @@ class Retention(TrainerCallback):
                 (self._start,) = compact_copies([torch.cat(logits)])
                 save_file({"logits": self._start}, file, {"probes": self.probes.digest()})
                 use_umask(file)
+        # Without an evaluation at the start no log would have the start's values, to which all
+        # later ones are compared.
         if not args.eval_on_start:
             line = {"step": 0, **self.values()}
             # from which a resumed run restores damaged lines of the file
@@ -233,6 +236,7 @@ class Retention(TrainerCallback):
             )
             logits = output.logits if keeps else output.logits[:, columns]
             for row, probe in enumerate(group):
+                # The logits before a token predict it.
                 own = [columns.index(position - 1) for position in probe.positions]
                 yield logits[row, own].float()
 
