@@ -114,6 +114,8 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     TRL has one command for each task, so its files need not contain it. Raises UserError if the
     task is neither SFT nor DPO, or if keys of both are there.
     """
+    # From certain to likely: what the tool itself goes by, then keys that only one task has, then
+    # columns, then names. A task of neither kind is refused first, whatever else the file has.
     rl, stage = flat.get("rl"), flat.get("stage")
     around = [flat.get(key) for key in ("output_dir", "hub_model_id", "rl", "stage", "pref_loss")]
     words = _words(name, folder, *around)

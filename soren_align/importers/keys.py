@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ..tasks import TaskName
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory"]
+# Every key of a source ends as one of these: none is passed over in silence, since a key without an
+# effect would train something else than its author meant.
 Outcome = Literal["unchanged", "renamed", "dropped", "yours", "unknown"]
 TABLES: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "keys.toml").read_text(encoding="utf-8")
@@ -22,6 +24,7 @@ VALUES = {
 }
 """Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect
 on the training)."""
+# The file's order counts: the first row whose pattern matches is taken.
 NOT_CONVERTED: list[tuple[str, str, Outcome]] = [
     (names, reason, outcome)
     for outcome in ("dropped", "yours")
@@ -77,6 +80,7 @@ class Conversion:
     @property
     def trains_lora(self) -> bool:
         """Whether the source trains a LoRA adapter."""
+        # LLaMA-Factory trains an adapter unless told otherwise, Axolotl and TRL only if told to.
         if self.tool == "LLaMA-Factory":
             return self.flat.get("finetuning_type", "lora") == "lora"
         if self.tool == "Axolotl":
@@ -93,6 +97,7 @@ class Conversion:
 
     def leave(self, key: str, value: Any, remedy: str = "") -> None:
         """Note that the user has to set `key`."""
+        # Always a change of the training: the source's value is not in the recipe as it stands.
         self.notes.append(Note(key, "yours", remedy, True, value))
 
 

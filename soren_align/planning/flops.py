@@ -93,6 +93,8 @@ class Compute:
         The hours of the run are those of one GPU, or one CPU core, from counted FLOPs and assumed
         rates.
         """
+        # Passes and maps have their own precisions, and so their own peaks: float32 maps take 15
+        # times as long per FLOP as bfloat16 passes on an H100 (PEAKS).
         maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
         num_examples, num_sides = (
             ranks["global_batch_size"] * num_steps,
@@ -385,6 +387,7 @@ class Meter(TorchDispatchMode):
         # Views share the storage of an input: only new storages count.
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs:
+                # By weak references: the meter must not keep alive what it counts.
                 storage = tensor.untyped_storage()
                 self._num_bytes[StorageWeakRef(storage)] = storage.nbytes()
         self._num_bytes = {
@@ -452,6 +455,8 @@ def kinds_of_blocks(model: PreTrainedModel) -> list[list[int]]:
 def _chain_of_blocks(model: nn.Module, num_blocks: int) -> tuple[str, nn.ModuleList]:
     """The list of the decoder's blocks, and its path; an empty path if there is none."""
     whole: Any = model
+    # A model of text and images has lists of blocks in both parts; the decoder's are trained on
+    # text.
     decoder = whole.get_decoder() if hasattr(whole, "get_decoder") else whole
     inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
@@ -466,6 +471,8 @@ def select_blocks(config: Any, blocks: Sequence[int]) -> None:
     """
     before = config.num_hidden_layers
     config.num_hidden_layers = len(blocks)
+    # By length: such lists have many names (layer_types, mlp_layer_types, ...), and a config that
+    # describes more blocks than it has is refused.
     for key, value in vars(config).items():
         if isinstance(value, list) and len(value) == before:
             setattr(config, key, [value[i % before] for i in blocks])

@@ -47,6 +47,8 @@ def load_inputs(
     model or dataset.
     """
     name, sources = recipe.model.name_or_path, recipe.data.sources
+    # The real preparation, not a copy of it: what it refuses stops `plan` as it would stop
+    # training.
     try:
         ready = set_up_training(recipe, folder, on_examples)
         config = load_config(recipe)
@@ -58,6 +60,7 @@ def load_inputs(
         num_kept = ready.account.num_kept
         num_sequences = ready.packing.num_sequences if ready.packing else num_kept
         return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices)
+    # Out of reach: sizes are known from the package, tokens are not.
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and a part of {paths} is not cached. The plan uses published"
@@ -91,6 +94,7 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     """The recipe for one process on this machine: with or without a GPU, with the attention that it
     has, and without random weights to create."""
     trainer = recipe.trainer
+    # A laptop plans a run for GPUs: TRL's config would refuse bf16 and tf32 without one.
     if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
         trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
     model = recipe.model.model_copy(update={"init_seed": None, "attn_implementation": None})
@@ -102,6 +106,7 @@ def count_frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
     """Numbers and bytes of the parameters of a model that are not trained, in bitsandbytes' formats
     if quantized.
     """
+    # bitsandbytes quantizes linear layers, and transformers leaves the head out.
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
     itemsize = getattr(torch, recipe.model.dtype).itemsize

@@ -33,6 +33,7 @@ def num_examples(data: Data) -> int | None:
         number = _card(source).get("rows", {}).get(source.split)
         if number is None:
             return None
+        # In the order of training: the limit first, then the weight of the mixture.
         total += round(min(number, source.limit or number) * source.weight)
     if isinstance(data.eval, HeldOutNumber):
         return max(1, total - data.eval.examples)

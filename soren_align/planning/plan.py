@@ -131,6 +131,7 @@ def _schedule(
     args: TRL's config. num_sequences: of an epoch; those of a stream are not counted, and an epoch
     has no steps.
     """
+    # A stream has no epochs: max_steps alone ends it (`recipe.checks`).
     batch_size, _ = global_batch(recipe, num_ranks)
     accumulated, per_epoch, total = accumulation(recipe, num_ranks), None, args.max_steps
     if not recipe.data.streaming:
@@ -181,6 +182,8 @@ def steps_per_epoch(num_examples: int, per_device: int, accumulation: int, num_r
     accelerate assigns whole micro-batches to the ranks, and completes the last round with the first
     examples.
     """
+    # Rounded up twice: an incomplete micro-batch is one, and so is an incomplete round of the
+    # ranks.
     batches = math.ceil(math.ceil(num_examples / per_device) / num_ranks)
     return math.ceil(batches / accumulation)
 
@@ -310,6 +313,7 @@ def _benchmark(recipe: Recipe, args: Any, steps: Mapping[str, Any]) -> dict[str,
         num_questions += number
         num_answers += round(number * choices)
     total = steps["total"]
+    # Measurements as transformers places its evaluations: fractions below 1 are of all steps.
     if section.every:
         later = math.ceil(total / section.every)
     elif str(args.eval_strategy.value) == "epoch":
@@ -341,6 +345,8 @@ def _evaluation(
     if recipe.eval is None:
         return None, [], []
     suite, limit = suite_of(recipe.eval), recipe.eval.limit
+    # A suite of ours states its numbers of requests; those of others are known once their data are
+    # loaded.
     is_counted = not limit and all(task.requests is not None for task in suite.tasks)
     section: dict[str, Any] = {
         "suite": recipe.eval.suite,
@@ -355,6 +361,7 @@ def _evaluation(
         "num_questions": None,
         "contamination": None,
     }
+    # Without the hub there are no questions either.
     if inputs.ready is None:
         return section, [], []
     from ..evaluate.run import stage  # imports lm-eval, which takes seconds
@@ -431,6 +438,7 @@ def _files(
     # DeepSpeed saves the weights that it computes with, twice unless they are sharded
     if mode.kind == "zero":
         weights = numel * ITEMSIZE[compute_dtype(recipe)] * (1 if mode.stage == 3 else 2)
+    # Every rank writes its own shards of the states; replicas are written once.
     num_shards = 1 if mode.kind == "ddp" else ranks["num_processes"]
     states = sum(part["num_bytes"] for part in ranks["memory"] if part["name"] in _OF_THE_OPTIMIZER)
     disk = {

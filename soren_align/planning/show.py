@@ -26,6 +26,7 @@ def print_plan(
     sections and totals.
     """
     write = partial(print_labelled, console)
+    # Notices first, problems last: what stays on the screen of a terminal is the end.
     for notice in plan["notices"]:
         write("notice", notice)
         console.print()
@@ -259,6 +260,7 @@ def _print_updates(plan: dict[str, Any], console: Console, full: bool) -> None:
             f"adamw: assumed update RMS {MATCH_RMS} x learning rate; the first updates are larger",
         )
     else:
+        # In one line: the smallest and the largest over all shapes.
         changes = sorted(size["relative_update" if weight else "update_sum"] for size in sizes)
         bounds = " to ".join(
             dict.fromkeys(f"{float(f'{change:.2g}'):,g}" for change in (changes[0], changes[-1]))
@@ -336,6 +338,7 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
     """
     write = partial(print_labelled, console)
     used = {part["location"] for part in section["memory"]}
+    # With offload the states are in the CPU's memory, which is a limit of its own.
     for location in [location for location in ("device", "cpu") if location in used]:
         totals = section["memory_total"][location]
         if not full:
@@ -350,6 +353,7 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
             for part in section["memory"]
             if part["location"] == location
         ]
+        # On the CPU the passes add nothing to what is always there: one total is enough.
         for phase, num_bytes in totals.items():
             if location == "device" or phase == "optimizer_step":
                 value = "unknown" if num_bytes is None else f"{num_bytes / size:.2f}"
@@ -409,6 +413,7 @@ def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
         f" {number}",
     )
     overlaps = evaluation.get("contamination") or {}
+    # The good news takes one line, the bad news one per benchmark.
     if overlaps and not any(overlap["overlapping"] for overlap in overlaps.values()):
         num_examples = next(iter(overlaps.values()))["examples_read"]
         questions = sum(overlap["questions"] for overlap in overlaps.values())

@@ -262,6 +262,8 @@ def processes(
         step_cost(rank),
         step_cost(replace(rank, optimizer=adamw(name="adamw", **shared))),
     )
+    # What the plan can recommend: the memory of the passes with and without the setting, where both
+    # are known.
     saved = {}
     if costs.activation_bytes is not None:
         detail = (

@@ -60,6 +60,8 @@ class Curve:
     def add(self, step: float, value: float) -> None:
         """Add a logged value; halve the points where there are too many."""
         self._steps, self._sum, self._count = self._steps + step, self._sum + value, self._count + 1
+        # Means, not every k-th value: a training loss is noisy, and single values would show its
+        # noise.
         if self._count < self.values_per_point:
             return
         self.points.append((self._steps / self._count, self._sum / self._count))
@@ -173,6 +175,8 @@ def braille(
     columns = max(width - margin - 1, 8)
     first, last = min(step for step, _ in points), max(step for step, _ in points)
 
+    # One scale for dots and marks: braille characters have two by four dots, marks take a whole
+    # one.
     def place(step: float, value: float, across: int, down: int) -> tuple[int, int]:
         x = (step - first) / (last - first) if last > first else 0.0
         y = (high - scale(value)) / (high - low) if high > low else 0.5

@@ -261,6 +261,7 @@ class RunFolder:
     @contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
         """Hold the folder within the block; see `lock`."""
+        # Nested uses of one process hold the folder once, and the outermost releases it.
         was_locked = self.is_locked()
         try:
             self.lock(shared=shared)

@@ -30,6 +30,8 @@ class Metric:
     measured."""
 
 
+# In the order of docs/metrics.md, which is made of these records: a key that is logged without a
+# record is found by tests/test_docs.py.
 _ALL = (
     Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
     Metric(
@@ -122,7 +124,7 @@ _ALL = (
         "retention_loss",
         "mean loss per answer token, in nats, on examples of abilities that the model should not "
         "forget. Up to 64 evenly spaced examples of the file are used, and up to 256 tokens of "
-        "each example. The file has one of the forms that SFT reads, also if the run is DPO. If "
+        "each example. The file has one of the formats that SFT reads, also if the run is DPO. If "
         "the examples are plain texts, all their tokens are answer tokens",
         recipe="data.retention: {path: ...}",
         title="retention loss",

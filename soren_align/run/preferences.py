@@ -30,6 +30,8 @@ def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `repeated_share`.
     """
     # at the start, and after it, by prompt
+    # The last answer after step 0 counts: later lines replace earlier ones. The start's answers are
+    # to the same prompts, so that a change is the training's.
     answers: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for line in lines:
         answers[line["step"] > 0][json.dumps(line["prompt"])] = str(line["completion"])

@@ -34,6 +34,8 @@ def provenance() -> dict[str, Any]:
     """Return versions, commit and platform: the environment in which another person can repeat a
     run.
     """
+    # Those whose arithmetic or defaults can change a result; a run.json is not a list of all that
+    # is installed.
     versions = {"python": platform.python_version(), "soren-align": __version__}
     for package in PACKAGES:
         try:

@@ -13,6 +13,7 @@ def weight_numel(parameter: torch.Tensor) -> int:
     """Return how many weights a parameter holds: 4-bit ones are packed in pairs, and ZeRO 3 empties
     the tensor.
     """
+    # Read from the tensor: numel() of a 4-bit weight is that of its bytes.
     state = getattr(parameter, "quant_state", None)
     return (
         state.shape.numel()
@@ -33,6 +34,8 @@ def quantization_of(model: torch.nn.Module) -> dict[str, Any] | None:
     names = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     others = [p for p in model.parameters() if id(p) not in names and not p.requires_grad]
     kinds = [_describe(layer) for layer in layers]
+    # One record stands for all layers: what loads the adapter later quantizes every layer in one
+    # way.
     assert all(kind == kinds[0] for kind in kinds), "layers that are quantized differently"
     return {
         **kinds[0],

@@ -53,6 +53,7 @@ def read_record(file: Path) -> dict[str, Any]:
     versions = record.get("versions") if isinstance(record, dict) else None
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
+    # The hash is of all else, so that it comes out first.
     sha256 = record.pop("record_sha256", None)
     if sha256 not in (None, digest(record)):
         raise UserError(

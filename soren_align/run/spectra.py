@@ -81,6 +81,7 @@ def spectra_of_run(
     globs: names of the matrices. of: momentum, or gradient, which only a recording has. Raises
     UserError if there are none, and if a file is damaged.
     """
+    # A recording has the maps' own inputs at several steps; a checkpoint only the momentum, at one.
     if folder.spectra.is_file():
         spectra = [spectrum for spectrum in _recorded(folder.spectra) if spectrum.of == of]
         inputs = "the map's input" if of == "momentum" else "the gradients"
@@ -227,6 +228,7 @@ def short_names(names: Sequence[str], num_parts: int) -> list[str]:
     """
     parts = [name.split(".") for name in names]
     start = 0
+    # Names of one model begin alike, and a table of 80 columns has no room for that.
     while start < min(map(len, parts)) - num_parts and len({p[start] for p in parts}) == 1:
         start += 1
     return [".".join(p[start:]) for p in parts]
