@@ -48,6 +48,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
 
 def _rotations(function: Callable[[Tensor], Tensor]) -> Iterator[str]:
     u, v = (torch.linalg.qr(randn(size, size, seed=size))[0] for size in (6, 9))
+    # Singular values far below 1, as momenta have them, and large ones.
     for scale in (0.01, 3.0):
         x = randn(6, 9) * scale
         if (error := float((function(u @ x @ v) - u @ function(x) @ v).abs().max())) > 1e-9:

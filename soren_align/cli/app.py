@@ -21,6 +21,7 @@ from ..tasks import TASKS
 from . import expert, files, results
 from .grammar import HELP, WITH_JSON, AsJson, KeyCommand, refuse_options
 
+# For the message of an interrupted command: rerunning another one starts it again.
 RESUMABLE = (*TASKS, "eval", "compare")
 
 
@@ -148,6 +149,7 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
         from ..launch.environment import has_gpu
         from ..recipe import OPTIONS, load
 
+        # The last words win: what a person writes comes after what is set for him.
         settings = [*(set_ or []), *["eval=null"] * no_eval]
         # A recipe states its device; the options in its place take that of this machine.
         if recipe is None and not has_gpu():
@@ -249,6 +251,8 @@ def _is_model(name: str) -> bool:
     """Return whether a name that is no file means a model: a folder, or OWNER/NAME of the hub, but
     not what may be a mistyped recipe.
     """
+    # A mistyped recipe, quickstart/sfd, would be looked up as a model of the hub: names whose first
+    # part is a folder of recipes are recipes.
     owner, slash, rest = name.partition("/")
     folders = {recipe.partition("/")[0] for recipe in shipped.recipes_and_studies()}
     is_hub_name = bool(slash) and "/" not in rest and not rest.endswith((".yaml", ".yml"))

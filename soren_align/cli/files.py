@@ -84,6 +84,7 @@ def new(
     from ..core.document import parse, with_modeline
     from ..core.text import print_labelled, stderr_console
 
+    # Read before the folder is made: a file that cannot be used leaves nothing behind.
     pairs, notices = read_pairs(data, question, answer) if data else ([], [])
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # the recipes are used in the new folder
@@ -93,6 +94,7 @@ def new(
     from ..launch.environment import has_gpu
 
     for file in target.glob("*.yaml"):
+        # Line by line and not as YAML: the comments of these recipes are what they are for.
         lines = file.read_text(encoding="utf-8").splitlines()
         if model:  # at the rates of a run without a recipe
             task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
@@ -149,7 +151,7 @@ FOLDERS = {
     "qwen3-0.6b": "pre-training of Qwen3-0.6B on C4, on GPUs",
     "paper-figures": "the paper's figures of spectra, on GPUs",
 }
-"""What the recipes of a folder are for, in the order of the list."""
+"""The purpose of the recipes of a folder, in the order of the list."""
 FIRST = ("sft", "dpo", "soren")
 """The recipes that a folder's list begins with."""
 MAX_LISTED = 10
@@ -301,10 +303,13 @@ def import_(
     source = local_path(file)
     if not source.is_file():
         raise UserError(f"{file}: there is no such file; correct the path")
+    # Without a file the recipe goes to standard output, and the table to standard error: both can
+    # be redirected.
     if dest is None:
         text, table = import_file(source, task)
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
     else:
+        # The chat template of the source becomes a file beside the recipe, which names it.
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
         target.write_text(
@@ -392,6 +397,7 @@ def _new_file(dest: str, name: str) -> Path:
 def _new_folder(dest: str) -> Path:
     """Return the folder `dest`, which is new or empty. Raises UserError if it cannot be written."""
     target = local_path(dest)
+    # is_symlink: a link whose target is missing does not exist, and would be written through.
     if (target.exists() or target.is_symlink()) and not (
         target.is_dir() and not any(target.iterdir())
     ):

@@ -55,6 +55,7 @@ class KeyCommand(TyperCommand):
         options: list[Any] = [
             parameter for parameter in self.params if parameter.param_type_name == "option"
         ]
+        # The options are read off the command, so that a new one needs no entry here.
         flags = {name: option.is_flag for option in options for name in option.opts}
         return super().parse_args(
             ctx, as_settings(args, dict.fromkeys(ctx.help_option_names, True) | flags)
@@ -76,6 +77,8 @@ def as_settings(words: Sequence[str], flags: dict[str, bool]) -> list[str]:
             return [*result, word, *rest]
         if name in flags:
             result += [word, *([rest.pop(0)] if rest and not equals and not flags[name] else [])]
+        # After the command's own options: `--processes` stays one, even if TRL had a key of that
+        # name.
         elif word.startswith("--") and (key := key_of(name[2:])):
             if not equals:
                 value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
@@ -94,6 +97,8 @@ def key_of(name: str) -> str | None:
     """
     from ..recipe import trl
 
+    # A dotted name is taken for a key, known or not: the loader's message on an unknown key has a
+    # similar one.
     return name if re.fullmatch(r"\w+(\.\w+)+", name) else trl.recipe_key(name.replace("-", "_"))
 
 
@@ -108,6 +113,7 @@ def refuse_options(
     """
     options = []
     for parameter in context.command.params:
+        # Only what was written counts: a default is no mistake.
         source = context.get_parameter_source(parameter.name) if parameter.name in names else None
         if source is not None and source.name == "COMMANDLINE":
             options.append(parameter.opts[0])

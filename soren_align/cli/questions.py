@@ -110,12 +110,14 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
     The choices of a question are its answer and answers to others. Returns the number of held-out
     questions, and what to know about them.
     """
+    # A fixed seed: the same file gives the same folder.
     draw, groups = random.Random(0), _variants(pairs)
     draw.shuffle(groups)
     num = max(round(HELD_OUT_SHARE * len(pairs)), min(ENOUGH, round(MOST_SHARE * len(pairs))))
     held_out: Pairs = []
     train: Pairs = []
     for group in groups:
+        # Whole groups, as long as they fit.
         side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
         side += group
     # one of each; a variant is no wrong choice

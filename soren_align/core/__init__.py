@@ -1,3 +1,3 @@
-"""What every room uses: errors, files, text for a terminal, documents, and the shipped folders.
-No torch.
+"""The common tools of all rooms: errors, files, text for a terminal, documents, and the shipped
+folders. No torch.
 """

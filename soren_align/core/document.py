@@ -7,9 +7,9 @@ reported together, each with its file, line, key, finding and remedy:
     document = parse(read_text(path), str(path), "a suite is a mapping (title, tasks, ...)")
     for setting in document.settings(["tasks.0.metric=acc"]):  # texts as after --set
         document.apply(setting)
-    suite = document.validate(Suite)                     # None if it is none; the problems are noted
+    suite = document.validate(Suite)    # None if it is none; the problems are noted
     document.report(("title",), "found '?'; write words")
-    document.refuse_problems()                           # raises UserError with all of them, in the order of lines
+    document.refuse_problems()          # raises UserError with all of them, in the order of lines
 
 `from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of
 JSON.
@@ -193,6 +193,8 @@ class Document:
                 )
                 self.bad_settings.append(f"{setting.text}: {problem}")
                 return
+        # A section that --set has made has no line in the file: problems inside it name the
+        # setting.
         for depth in range(1, len(key)):
             self.lines.setdefault(tuple(key[:depth]), setting.text)
         self.lines[tuple(key)] = setting.text
@@ -326,6 +328,7 @@ def write_schema(file: Path, text: str) -> bool:
     """Write a schema's text, over an earlier one of ours.
     Returns False, writing nothing, if the file is another's.
     """
+    # By a comment in the schema itself: a user's file of this name is never overwritten.
     if file.is_symlink() or (
         file.exists() and SCHEMA_COMMENT not in file.read_text("utf-8", errors="replace")
     ):
@@ -449,7 +452,7 @@ class _Mistake:
 
     error: Any
     key: Key
-    """Where the value stands, without the tags of unions."""
+    """The place of the value, without the tags of unions."""
     section: type[Section]
     """The section that the key stands in."""
     annotation: Any
@@ -550,7 +553,5 @@ class _Mistake:
         yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
         yaml.default_flow_style, yaml.width = True, 1000
         yaml.dump(content if isinstance(last, int) else {last: content}, stream)
-        return (
-            "write"
-            f" {stream.getvalue().strip() if isinstance(last, int) else stream.getvalue().strip()[1:-1]}"
-        )
+        text = stream.getvalue().strip()
+        return f"write {text if isinstance(last, int) else text[1:-1]}"

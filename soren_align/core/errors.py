@@ -53,7 +53,7 @@ class UserError(ValueError):
     """
 
     kind: ClassVar[str] = "invalid"
-    """What code decides by, in the place of the message; run.json records it as `failure`."""
+    """The name by which code decides, in place of the message; run.json records it as `failure`."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -131,7 +131,7 @@ _NO_MEMORY = re.compile(
 worker another. Threads are Python's; the last is oneDNN's, which has no message of its own for
 it."""
 _OTHERS_MEMORY = re.compile(" (Process [0-9]+ has|Including non-PyTorch|Of the allocated)")
-"""Where CUDA's message begins to list the memory of each process (torch 2.11)."""
+"""The point at which CUDA's message begins to list the memory of each process (torch 2.11)."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 """Texts in the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
 _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\)")
@@ -254,7 +254,7 @@ def in_one_line(error: BaseException, max_characters: int = 200) -> str:
 
 @contextlib.contextmanager
 def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
+    """Convert a library's errors within this context to UserError(f"{place}: {message}").
 
     place: the recipe's key, or the model or file that the error is about.
     kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors

@@ -98,6 +98,7 @@ def png(figure: "Figure") -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
+    # The canvas is drawn without pyplot, which keeps every figure that it has made.
     canvas, stream = FigureCanvasAgg(figure), BytesIO()
     canvas.draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))

@@ -52,6 +52,8 @@ def local_path(text: str | Path) -> Path:
     forbidden folder.
     """
     try:
+        # stat raises here, once, what exists() and is_file() of later code would raise somewhere
+        # without the reason.
         path = Path(text).expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -324,6 +326,7 @@ def tree_sha256(digests: Iterator[bytes], num_bytes: int) -> str:
 
 def _chunk_digest(chunk: tuple[Path, int]) -> bytes:
     file, number = chunk
+    # One buffer that is filled again: a read of bytes would allocate each block anew.
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with _naming(file), file.open("rb") as stream:
         stream.seek(number * CHUNK_BYTES)

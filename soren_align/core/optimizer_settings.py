@@ -50,6 +50,7 @@ class Bounds(NamedTuple):
         )
 
     def __str__(self) -> str:
+        # The words of messages and of the schema's remedies: one place for both.
         words = {
             "at least": self.least,
             "above": self.above,
@@ -70,6 +71,8 @@ NUM_STEPS = Bounds(least=1, most=99)
 POWER = Bounds(above=0, most=1)
 NUM_SUPPRESSIONS = Bounds(least=0, most=99)
 
+# Defaults of recipes. Where the class of torch or of a paper has another one, the class used alone
+# keeps that, under a name of its own below.
 WEIGHT_DECAY = 0.1
 AUX_WEIGHT_DECAY = 0.0
 ADAMW_WEIGHT_DECAY = 1e-2

@@ -19,7 +19,7 @@ class Patch:
 
     reason: str
     until: str
-    """What ends it; versions are those for which it was last checked."""
+    """The change upstream that ends it; versions are those for which it was last checked."""
     issue: str = "no issue found"
     """The upstream thread."""
 
@@ -148,6 +148,8 @@ def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
 
     owner: the module or class whose attribute it is; None: the one in `name`.
     """
+    # No change of another library without a reason that can be read, and an end that can be
+    # checked.
     assert name in PATCHES, f"{name} has no entry in PATCHES"
     module, _, attribute = name.rpartition(".")
     owner = import_module(module) if owner is None else owner
@@ -163,7 +165,7 @@ def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def hub_offline() -> Iterator[None]:
-    """Within this context, nothing is downloaded from the Hugging Face hub."""
+    """Forbid downloads from the Hugging Face hub within this context."""
     with (
         patched("huggingface_hub.constants.HF_HUB_OFFLINE", True),
         patched("datasets.config.HF_HUB_OFFLINE", True),

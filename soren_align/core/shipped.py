@@ -70,6 +70,8 @@ def _files(folder: str) -> dict[str, Path]:
     """The YAML files in the subfolders of a shipped folder by name, sorted; without those beside a
     suite.
     """
+    # By the files that are there: a new recipe needs no list, and a wheel has what the checkout
+    # has.
     files = sorted((ROOT / folder).glob("*/*.yaml"))
     return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}
 
@@ -80,6 +82,8 @@ def is_study(file: Path) -> bool:
 
 
 def _has_key(file: Path, key: str) -> bool:
+    # Without parsing YAML, since `recipes` and the shell's completion list dozens of files in a
+    # fraction of a second.
     return any(
         line.startswith(f"{key}:")
         for line in file.read_text("utf-8", errors="replace").splitlines()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SECONDS = 10.0
-"""After a signal, in which another one does not interrupt the ending: a closed terminal sends
-SIGHUP twice, and srun SIGTERM to all ranks when the first one has ended."""
+"""The seconds after a signal in which another one does not interrupt the ending: a closed terminal
+sends SIGHUP twice, and srun SIGTERM to all ranks when the first one has ended."""
 received: dict[int, float] = {}
 """Signals that came within `raising_interrupts`, and when. Training looks here for one whose
 exception was lost: Python ignores an exception in a finalizer or in a handler of os.fork."""
@@ -26,7 +26,7 @@ def stop_signals() -> list[int]:
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Within the block, each of them raises KeyboardInterrupt, as Ctrl-C does.
+    """Make each of them raise KeyboardInterrupt within the block, as Ctrl-C does.
     Only in the main thread.
     """
     global _is_ending
@@ -59,7 +59,7 @@ def interrupt_no_more() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within the block, a first signal waits for its end.
+    """Hold back a first signal until the end of the block.
     For the import of torch: interrupted in C++, it aborts.
     """
     global _is_deferred

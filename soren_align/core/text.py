@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 LINE_SECONDS = 10.0
-"""Between two lines of progress where there is no terminal."""
+"""The seconds between two lines of progress where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Table:
             justify = "right" if side == "r" else "left"
             table.add_column(heading, justify=justify, no_wrap=side == "r", overflow="fold")
         for i, row in enumerate(self.rows):
+            # Text objects, not strings: rich reads strings as markup, and a cell may be a
+            # stranger's text.
             texts = [Text(printable(cell)) for cell in row]
             for text in texts if self.marked else ():
                 text.highlight_regex(rf"(?m)^{re.escape(self.marked)}.*$", "green")
@@ -228,6 +230,7 @@ def loading(console: Console, text: str) -> "Status":
     """Return a spinner with this text; without a terminal, as in a cluster's logs, print the text
     as a line.
     """
+    # A log file has no line that changes: a spinner would be thousands of control characters.
     if not console.is_terminal:
         word, _, rest = text.partition(" ")
         console.print(f"{word.lower():<9} {rest}", highlight=False)
@@ -333,7 +336,9 @@ def estimated_time(hours: float) -> str:
 
 
 def with_prefix(number: float | None, unit: str) -> str:
-    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP; "unknown" for None."""
+    """Return a number with at least three digits and an SI prefix: 6.11 GB, 307 TFLOP; "unknown"
+    for None.
+    """
     if number is None:
         return "unknown"
     prefixes = {1e18: "E", 1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}

@@ -1,10 +1,10 @@
 """Maps and optimizers of other installed packages, by their entry points; docs/library.md has both
 examples.
 
-    [project.entry-points."soren_align.maps"]          # a soren_align.spectral.SpectralMap, by Soren's key `map`
-    cubic = "cubic_muon:CUBIC"
-    [project.entry-points."soren_align.optimizers"]    # a section of a recipe, a soren_align.recipe.MatrixOptimizer
-    lion = "cubic_muon.recipe:LionSettings"
+    [project.entry-points."soren_align.maps"]
+    cubic = "cubic_muon:CUBIC"                # a soren_align.spectral.SpectralMap, for Soren's `map`
+    [project.entry-points."soren_align.optimizers"]
+    lion = "cubic_muon.recipe:LionSettings"   # a section: a soren_align.recipe.MatrixOptimizer
 
 A package that cannot be used is left out, with a warning that names it: it must not stop recipes
 that do not need it.

@@ -166,7 +166,9 @@ class LocalFiles:
 
     @classmethod
     def at(cls, path: str) -> "LocalFiles":
-        """Raises UserError if there is none, or one that cannot be read."""
+        """Return the files at a path.
+        Raises UserError if there is none, or one that cannot be read.
+        """
         files = data_files(path)
         for name, file in files.items():
             if not os.access(file, os.R_OK):
@@ -246,7 +248,7 @@ class LocalReader:
     def __init__(self, local: LocalFiles, position: Any = None):
         self.local = local
         self.position: list[int] = list(position or (0, 0))
-        """After the record that was returned last; plain data."""
+        """The position after the record that was returned last; plain data."""
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
         names = list(self.local.files)
@@ -289,7 +291,9 @@ class StandardLibrary(LocalFiles):
 
     @classmethod
     def of_split(cls, split: str) -> "StandardLibrary":
-        """Raises UserError if Python has no source of its standard library here."""
+        """Return the examples of a split.
+        Raises UserError if Python has no source of its standard library here.
+        """
         root = Path(sysconfig.get_path("stdlib"))
         chosen = entries(root)["train" if split == "train" else "validation"]
         if not chosen:

@@ -21,7 +21,7 @@ Verdict = Literal["ok", "FAILED", "skipped"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks need.
+    """The facts about this machine that the checks need.
 
     folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's
     collectives. num_gpus: visible ones; with none, the checks run on the CPU.
@@ -94,6 +94,7 @@ def main(arguments: list[str]) -> None:
     values = json.loads(text)
     machine = Machine(**{**values, "folder": Path(values["folder"])})
     with open(file, "w", encoding="utf-8") as stream:
+        # Flushed one by one: of a check that crashes or hangs, the findings before it are known.
         for finding in findings(name, machine):
             stream.write(json.dumps(asdict(finding)) + "\n")
             stream.flush()

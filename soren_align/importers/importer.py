@@ -20,11 +20,13 @@ from .engine import convert
 from .keys import Conversion, Note
 
 _SOREN = """\
-These keys are as in the source. To use Soren, write `name: soren` and keep lr: after a few hundred steps
-Soren's updates are as large as AdamW's. For about 30 steps multiply lr by 2 to 4. Then try rates near lr."""
+These keys are as in the source. To use Soren, write `name: soren` and keep lr: after a few
+hundred steps Soren's updates are as large as AdamW's. For about 30 steps multiply lr by 2 to 4.
+Then try rates near lr."""
 _BATCH = """\
 As in the source, a step has per_device_train_batch_size x gradient_accumulation_steps x processes
-examples. For N examples, write `global_batch_size: N`. To shard the model, write `parallel: zero3` or `fsdp2`."""
+examples. For N examples, write `global_batch_size: N`. To shard the model, write
+`parallel: zero3` or `fsdp2`."""
 _EVAL = (
     "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting"
     " checkpoint\n"

@@ -63,7 +63,7 @@ class Conversion:
     """The source's keys, those inside other sections by dotted names."""
     tool: Tool
     template_path: str | None = None
-    """Where an inline template may be written; None: nowhere."""
+    """The file into which an inline template may be written; None: there is none."""
     recipe: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {
             section: {} for section in ("model", "data", "optimizer", "trainer", "run")

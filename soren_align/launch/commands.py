@@ -367,6 +367,7 @@ def reshard(run: str) -> None:
     folder = RunFolder(run)
     with folder.locked():
         record = folder.record()
+        # A conversion is for an unfinished run: the model of a finished one needs none.
         if record["status"] != "training" or not folder.complete_checkpoints():
             raise UserError(
                 f"{folder}: has no unfinished run with a complete checkpoint; name another run"

@@ -258,6 +258,8 @@ def overlaps_of_runs(
                 known[split.dataset._fingerprint] = overlaps_with(
                     split.dataset, questions, cache, on_compared
                 )
+    # A question counts as trained on if any of the rows' runs had it: the table compares these
+    # rows.
     first, *others = known.values()
     for other in others:
         first |= other

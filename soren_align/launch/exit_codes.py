@@ -20,10 +20,13 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
     """
     interrupt_no_more()  # torchrun and srun send SIGTERM to all ranks when one has ended
     error = known_failure(error) or error
+    # A lost rank is nothing that the user could fix: its code is that of a defect.
     if isinstance(error, UserError):
         code, message = 1 if isinstance(error, LostRankError) else 2, str(error)
     elif isinstance(error, KeyboardInterrupt):
         code, message = 130, "stopped; rerun the same command to resume" if resumable else "stopped"
+    # Under a launcher each rank's output is mixed with the others': a defect is printed with its
+    # rank, below.
     elif {"WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():
         code, message = 1, "".join(traceback.format_exception(error))
     else:

@@ -1,5 +1,5 @@
-"""What a run of a study imports and reads once: the only module of the server that the processes of
-runs fork from.
+"""Import and read once what every run of a study needs: the only module of the server that the
+processes of runs fork from.
 
 The order of the imports is one in which bitsandbytes prints no warning. No thread may run
 afterwards, but for jemalloc's own: a fork copies none, and a lock that one holds would stay locked.

@@ -26,7 +26,7 @@ CHART_LINES = 6
 MAX_SAMPLES = 3
 """Samples that are shown: the last ones."""
 MAX_SAMPLE_BYTES = 1 << 20
-"""At the end of samples.jsonl, in which they are looked for."""
+"""The bytes at the end of samples.jsonl in which they are looked for."""
 RUNS = "runs"
 """The folder below which the shipped recipes and `new` put their runs."""
 NO_RUNS = "{}: has no runs; name another folder, or train with `soren-align sft quickstart/sft`"
@@ -122,6 +122,7 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     """Return the commands that a user may want next, by its status and scores, and a sentence why;
     "" for none.
     """
+    # By the status, which says what is left: the next command is the one that continues.
     run, status = shlex.quote(str(folder)), record["status"]
     again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
     if status == "training":
@@ -260,6 +261,7 @@ def find_runs(folder: Path, depth: int = 0) -> list[RunFolder]:
     """Return the runs in a folder and below it, by name; nothing is looked for inside of a run, nor
     through links.
     """
+    # A run's own folders hold checkpoints and models by the thousand.
     if (folder / "run.json").is_file():
         return [RunFolder(folder)]
     if depth == MAX_DEPTH:
@@ -278,6 +280,7 @@ def newest_run() -> RunFolder:
     if not folders:
         raise UserError(NO_RUNS.format(RUNS))
     newest = max(folders, key=lambda folder: (folder.path / "run.json").stat().st_mtime_ns)
+    # Said, since a person who has two terminals open may have meant another one.
     if len(folders) > 1:
         text = f"{newest} is the newest of {len(folders):,} runs; soren-align runs lists them"
         print_labelled(stderr_console(), "notice", text)

@@ -53,9 +53,8 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     command = ["--standalone", f"--nproc-per-node={num_ranks}"]
     # not in torch 2.11, which waits 30 seconds
     if "--shutdown-timeout" in torchrun.get_args_parser().format_help():
-        command += [
-            f"--shutdown-timeout={os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT', SHUTDOWN_SECONDS)}"
-        ]
+        seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+        command += [f"--shutdown-timeout={seconds}"]
     command += ["-m", "soren_align.launch.worker", *arguments]
     # under nohup: torchrun would handle it all the same
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

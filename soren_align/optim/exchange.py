@@ -90,7 +90,7 @@ class Shard:
 
     @property
     def second_moments(self) -> Tensor:
-        """Those of the elements of the map's output; only in a group that has them."""
+        """The second moments of the elements of the map's output; only in a group that has them."""
         return self.view_of(self.state["exp_avg_sq"])
 
     @property
@@ -317,8 +317,8 @@ class Exchange:
 
 
 class ShardingStrategy:
-    """Where an optimizer's matrices lie.
-    Before a step the ranks agree by it that they can take the step, and how.
+    """The places of an optimizer's matrices, by which the ranks agree before a step that they can
+    take it, and how.
 
     This is the strategy of one process, where every matrix is whole; those of several ranks are
     subclasses (`sharding.gather`).

@@ -151,7 +151,7 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property

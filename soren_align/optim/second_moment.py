@@ -37,7 +37,7 @@ from .layout import MapState
 from .rounding import CHUNK, chunks
 
 EPS = 1e-8
-"""Added to the root, as in both sources."""
+"""The number that is added to the root, as in both sources."""
 ROWS = "exp_avg_sq_rows"
 """The key of the moments of the rows in an optimizer's state. Those of elements are `exp_avg_sq`,
 as AdamW's."""

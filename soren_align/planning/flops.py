@@ -81,7 +81,7 @@ class Compute:
     is_measured: bool
     """Whether both come from the data; otherwise they are max_length, an upper bound."""
     activation_bytes: int | None
-    """At the peak, without weights, gradients and optimizer states."""
+    """The bytes at the peak, without weights, gradients and optimizer states."""
     activation_bytes_without_checkpointing: int | None
     flops_per_step: int | None
     failure: str | None = None

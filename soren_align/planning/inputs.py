@@ -26,7 +26,7 @@ class Inputs:
     start: str
     ready: TrainingSetup | None
     num_examples: int
-    """Those that are trained on, or the published number."""
+    """The number of examples that are trained on, or the published one."""
     num_sequences: int
     """Sequences of an epoch: packed ones, where examples are packed and can be read; otherwise
     examples."""

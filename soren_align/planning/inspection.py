@@ -1,4 +1,5 @@
-"""What `plan MODEL` prints: how a model would be trained, and what would stop it, before any data.
+"""Inspect a model, for `plan MODEL`: how it would be trained, and what would stop it, before any
+data.
 
 Every check is the one that training makes; what it refuses becomes a problem here. The model is
 built from its config on the meta device, so neither weights nor a GPU are needed.
@@ -40,7 +41,7 @@ from .memory import ModelSizes, Rank
 from .step import model_sizes
 
 ALWAYS, CONVERSATIONS, ANSWERS = "", "conversations", "trainer.assistant_only_loss"
-"""When a problem stops training: whatever the data and settings; on conversations; with this
+"""The conditions under which a problem stops training: always; on conversations; with this
 setting."""
 PARALLEL = tuple(name for name in NAMES if not name.endswith("offload"))
 
@@ -129,7 +130,7 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
 
 @contextmanager
 def _collected(problems: list[dict[str, str]], when: str) -> Iterator[None]:
-    """Within this context, what a check refuses is added to `problems`."""
+    """Add what a check refuses within this context to `problems`."""
     try:
         yield
     except UserError as error:

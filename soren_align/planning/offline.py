@@ -73,6 +73,6 @@ def _card(split: DataSplit) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def offline_without_hub() -> Iterator[None]:
-    """Within this context, offline mode is on if the hub does not answer now."""
+    """Switch offline mode on within this context if the hub does not answer now."""
     with contextlib.nullcontext() if hub_answers() else hub_offline():
         yield

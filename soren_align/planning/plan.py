@@ -46,7 +46,7 @@ from .step import processes
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
 """Components of a rank's memory that a checkpoint contains beside the weights."""
 TYPICAL_WEIGHT = 0.02
-"""Where a config has no initializer_range."""
+"""The size of a weight where a config has no initializer_range."""
 LONG_SEQUENCE = 8192
 """Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs
 of Qwen2.5-3B's blocks, 67 of 221 MFLOP per token."""

@@ -22,8 +22,9 @@ class SorenCallback(OptimizerCallback):
     """
 
     def create_optimizer(self, model: nn.Module | None = None) -> SpectralOptimizer:
-        """Raise UserError for a setting that is no `key=value`, and ValueError for one that is
-        unknown.
+        """Return the optimizer of the trainer's model.
+
+        Raises UserError for a setting that is no `key=value`, and ValueError for an unknown one.
         """
         trainer: Any = self.trainer
         trainer.add_callback(ShardingCallback())

@@ -21,7 +21,7 @@ NUM_ANSWERS = 3
 MAX_CHARACTERS = 240
 """The longest prompt, and the longest answer, that is shown."""
 MAX_BYTES = 1 << 20
-"""At the beginning of a file of samples, and at its end, in which they are looked for."""
+"""The bytes at the beginning and at the end of a file of samples in which they are looked for."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def of_samples(run: RunFolder) -> Answers | None:
     for line in (*first, *read_metrics(run.samples, last_bytes=MAX_BYTES)):
         if isinstance(line.get("completion"), str) and (prompt := _text(line.get("prompt"))):
             ends.setdefault(int(line["step"]), {})[prompt] = line["completion"]
+    # Both ends, or nothing: answers of the trained model alone would look like its merit.
     if len(ends) < 2 or 0 not in ends:
         return None
     last = max(ends)
@@ -73,6 +74,7 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
         before, after = (
             _responses(folder / "samples" / row["name"] / f"{column}.jsonl") for row in (start, own)
         )
+        # The same questions of both, matched by task and number.
         keys = [key for key in after if key in before]
         # questions are often sorted by kind
         keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]

@@ -84,6 +84,7 @@ def card(
     title: the model's name. repo, revision: where it is uploaded to; "": the page is read in the
     model's folder.
     """
+    # From files alone, without the model: a card is written again whenever an evaluation ends.
     own_record, recipe = run.record(*TRAINED), load_resolved(run.recipe)
     record, train = public_record(own_record, recipe), own_record["data"]["train"]
     is_adapter = adapter_config(run.model) is not None
@@ -260,6 +261,7 @@ def _eval_results(results: Results, own: Row, run: RunFolder) -> list[EvalResult
 
 def _prompt(run: RunFolder, recipe: Recipe, answers: Answers | None) -> str:
     """Return a prompt in Python: the first of the answers, or a greeting."""
+    # The reader's first command should show something that the model was trained for.
     prompt = str(public(answers.rows[0][0])) if answers else ""
     is_short = 0 < len(prompt) <= 80 and prompt.isprintable()
     text = json.dumps(prompt if is_short else "Hello", ensure_ascii=False)

@@ -161,6 +161,8 @@ def _stage(
         )
     for name, picture in shown.items():
         (folder / name).write_bytes(picture.read_bytes())
+    # Written last and from the run: what an earlier command, or a person, has written into the
+    # model's folder is not uploaded as the card.
     page = card(run, repo.partition("/")[2], merged, repo=repo, revision=revision)
     (folder / "README.md").write_text(page, encoding="utf-8")
     (folder / "recipe.yaml").write_text(to_yaml(public(recipe.model_dump())), encoding="utf-8")

@@ -56,7 +56,7 @@ class _Raw:
 
     @contextmanager
     def reporting(self, key: Key) -> Iterator[None]:
-        """Within this context, report a UserError as a problem of the key."""
+        """Report a UserError within this context as a problem of the key."""
         try:
             yield
         except UserError as error:

@@ -468,8 +468,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
-    """Where two nested dicts differ: ['optimizer.lr: 0.001 instead of 0.003', ...], which `there`
-    has.
+    """Describe where two nested dicts differ: ['optimizer.lr: 0.001 instead of 0.003', ...]; the
+    second value is that of `there`.
     """
     lines = []
     for key in sorted(there.keys() | here.keys()):

@@ -109,10 +109,11 @@ def is_adapter(model: str) -> bool:
 
 
 def estimated_parameters(model: str) -> int | None:
-    """About the number of parameters of a model in a folder, from its config.json; None if that
+    """Estimate the number of parameters of a model in a folder from its config.json; None if that
     does not show it.
 
-    Of a transformer with gated layers: embeddings, head, and the matrices of attention and MLPs.
+    Counted as of a transformer with gated layers: embeddings, head, and the matrices of attention
+    and MLPs.
     """
     try:
         if adapter := adapter_config(model):

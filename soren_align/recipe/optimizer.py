@@ -369,12 +369,12 @@ class SorenSettings(MatrixOptimizer):
 
     @property
     def spectral_map(self) -> SpectralMap:
-        """That of `map`."""
+        """The map that the key `map` names."""
         return MAPS[self.map.name]
 
     @property
     def map_settings(self) -> dict[str, Any]:
-        """Those of `map`."""
+        """The settings of `map`."""
         return self.map.model_dump(exclude={"name"})
 
 
@@ -425,8 +425,8 @@ class AdamWSettings(OptimizerSection):
 
 
 def _problem(section: Any, name: str) -> str:
-    """What keeps another package's section from being an optimizer of recipes; "" if nothing
-    does.
+    """Return the reason why another package's section is no optimizer of recipes; "" if it is
+    one.
     """
     if not (isinstance(section, type) and issubclass(section, MatrixOptimizer)):
         return "it must be a subclass of soren_align.recipe.MatrixOptimizer"

@@ -153,7 +153,7 @@ class Recipe(Section):
 
     @classmethod
     def key_elsewhere(cls, name: str) -> list[str]:
-        """Also by TRL's names: optimizer.lr for learning_rate, trainer.max_steps."""
+        """The keys of this name, TRL's names among them: optimizer.lr for learning_rate."""
         # Who writes a TRL name at a wrong place is told where it stands in a recipe.
         key = trl.recipe_key(name)
         return [key] if key else super().key_elsewhere(name)

@@ -1,13 +1,13 @@
 """The run folder: the files of one run, written so that it can be read, resumed and repeated.
 
     recipe.yaml    the resolved recipe, with every default
-    run.json       status, versions, commit, data, start, routing, the optimizer that made the steps (see run/record.py)
+    run.json       status, versions, commit, data, start, routing, optimizer (see run/record.py)
     metrics.jsonl  one line per log
     spectra.jsonl  singular values of momenta, if run.log_spectra names steps
     samples.jsonl  answers to prompts during training, if run.samples names some
-    held_out.json  metrics of each held-out example at the start and at the end, of the final runs of a study
+    held_out.json  metrics of each held-out example at both ends, of the final runs of a study
     curves.png     losses and margins along the steps; curves-dark.png: for a dark page
-    start_logits.safetensors   until training ends, if run.kl_to_start measures the divergence from the start
+    start_logits.safetensors   until training ends, if run.kl_to_start is measured
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
     merged/        the adapter merged with its base model (soren-align merge)
     tensorboard/   if trainer.report_to names it
@@ -52,7 +52,8 @@ CONTENTS = (
     "tensorboard",
     "run.json",
 )
-"""What a run writes. The record comes last: without it the folder would not be a run's."""
+"""The entries that a run writes. The record comes last: without it the folder would not be a
+run's."""
 AFTER_DIVERGENCE = "train again with a smaller optimizer.lr, such as a tenth, and with --overwrite"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""

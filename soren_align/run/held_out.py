@@ -1,8 +1,9 @@
 """The metrics of each held-out example, at the start of a run and at its end: what a study
 compares.
 
-    held_out.json  {"format": 1, "examples": hash of all examples, "weights": [12, 7, ...], "clusters": [0, 1, 0, ...],
-                   "start": {"eval_loss": [2.31, ...], ...}, "end": {...}}
+    held_out.json  {"format": 1, "examples": hash of all examples, "weights": [12, 7, ...],
+                    "clusters": [0, 1, 0, ...],
+                    "start": {"eval_loss": [2.31, ...], ...}, "end": {...}}
 
 A mean over examples has an error because these examples are a sample; without the value of each
 example this error is unknown. The score of a run is the mean over examples by `weights`: numbers of

@@ -22,7 +22,7 @@ class Metric:
     """The setting that asks for it, of those that are measured at evaluations; None: measured at
     every log."""
     title: str | None = None
-    """Its name in a study's report, which reads only measurements with one."""
+    """The name in a study's report, which reads only measurements with one."""
     label: str = ""
     """The title with the unit, for an axis."""
     at_start: float | None = None
@@ -133,4 +133,4 @@ _ALL = (
 )
 METRICS = {metric.key: metric for metric in _ALL}
 IN_STUDIES = tuple(metric for metric in _ALL if metric.title)
-"""Those that a study reads at every evaluation of its runs."""
+"""The metrics that a study reads at every evaluation of its runs."""

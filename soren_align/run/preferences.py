@@ -1,4 +1,4 @@
-"""What DPO has changed: the log-probability of the chosen answers, and the length and repetitions
+"""The changes by DPO: the log-probability of the chosen answers, and the length and repetitions
 of sampled answers.
 
 The loss only sees the difference of two log-probabilities, so both may fall. docs/data.md has the

@@ -192,8 +192,8 @@ def complete_for_trl_(model: Any) -> None:
 
 @contextlib.contextmanager
 def trl_config_names(model: Any) -> Iterator[None]:
-    """Within this context, the model's config has the name by which TRL reads the number of experts
-    (Llama 4).
+    """Give the model's config, within this context, the name by which TRL reads the number of
+    experts (Llama 4).
     """
     config = model.config.get_text_config()
     if not hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):

@@ -275,7 +275,7 @@ class RankExchange(Exchange):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where some numbers are in their weight, or in its map state, and where in a buffer."""
+    """The place of some numbers in their weight, or in its map state, and in a buffer."""
 
     # Two slices of one length: a message is copied from the one to the other on both of its ways.
     whole: slice

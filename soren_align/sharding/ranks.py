@@ -32,7 +32,7 @@ from ..core.errors import (
 T = TypeVar("T")
 
 BEAT_SECONDS = 5.0
-"""Between two signs of life of the first rank while the others wait for it in
+"""The seconds between two signs of life of the first rank while the others wait for it in
 `Ranks.main_process_first`."""
 SILENCE_SECONDS = 60.0
 """The first rank counts as lost after so long without a sign of life. One that ends is noticed at

@@ -243,8 +243,8 @@ def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
 
 
 def row_places(optimizer: SpectralOptimizer, tensor: Tensor) -> Tensor:
-    """Where the second moment of each row is in a moment of the flat tensor's shape: at the row's
-    first element.
+    """Return where the second moment of each row is in a moment of the flat tensor's shape: at the
+    row's first element.
     """
     layouts = {
         name: layout

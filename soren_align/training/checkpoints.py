@@ -46,7 +46,7 @@ STREAM_FILE = "stream.json"
 _MAX_NAMED = 3
 """Files that a message names; the others are counted."""
 PROBE_BYTES = 2**20
-"""What `_refusal` writes: a disk that a checkpoint has filled has less."""
+"""The bytes that `_refusal` writes: a disk that a checkpoint has filled has less."""
 
 
 def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:
@@ -194,8 +194,8 @@ def make_universal(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
-    """Within the block, raise ResumableError for an error of writing `folder`, which is then
-    incomplete and removed.
+    """Raise ResumableError for an error of writing `folder` within the block; the folder is then
+    incomplete, and is removed.
 
     It names the folder, the free space of its disk, and `remedy`: by default the last complete
     checkpoint beside it.

@@ -317,7 +317,7 @@ def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
 
 
 class StopOnSignal(TrainerCallback):
-    """On the first signal, save and stop after this step; on a second Ctrl-C, raise
+    """Saves and stops after the step of a first signal; on a second Ctrl-C, raises
     KeyboardInterrupt at once.
 
     A second SIGTERM or SIGHUP has no effect: Slurm sends two when it pre-empts a job, and so does a

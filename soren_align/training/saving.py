@@ -56,7 +56,7 @@ class Exporter:
 
     @contextlib.contextmanager
     def starting_config(self) -> Iterator[None]:
-        """Within the block, the model has the settings of the starting checkpoint's config."""
+        """Give the model, within the block, the settings of the starting checkpoint's config."""
         during_training = [
             (part, key, getattr(part, key, _MISSING)) for part, key, _ in self._settings
         ]
@@ -174,7 +174,9 @@ class CheckpointSealer(TrainerCallback):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within the block, transformers writes a checkpoint; after it, the seal. Collective."""
+        """Prepare a checkpoint, which transformers writes within the block, and seal it.
+        Collective.
+        """
         trainer = self.trainer
         args, state = trainer.args, trainer.state
         self.check()

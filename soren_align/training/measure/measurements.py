@@ -41,7 +41,7 @@ CONTRAST = ("map_contrast", "map_cosine_to_muon", "map_cosine_to_momentum")
 
 @dataclass(frozen=True)
 class MeasurementLog:
-    """Where measurements are written, on the first rank alone, and which.
+    """The files of measurements, on the first rank alone, and which are recorded.
 
     metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at
     each step of `section`.

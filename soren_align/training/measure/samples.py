@@ -204,7 +204,7 @@ class SampleWriter(TrainerCallback):
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; every module's own mode and the random
+    """Put the model into evaluation mode within the block; every module's own mode and the random
     states are restored.
     """
     # Each module's own mode: parts of a model may be in evaluation mode while it trains.
