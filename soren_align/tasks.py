@@ -34,9 +34,6 @@ OPTIONS = ("tools", "chat_template_kwargs")
 """Columns of an example beside its turns: the tools that its template lists, and other variables of
 the template."""
 TURN_KEYS = ("role", "content", "weight")
-BENCHMARK = "benchmark/"
-"""Begins the names of the scores of `run.benchmark` among the metrics of an evaluation, before the
-column's name."""
 
 
 @dataclass(frozen=True)

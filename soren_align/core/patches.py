@@ -62,11 +62,6 @@ PATCHES = {
         " used",
         "simple_evaluate has an option without it (0.4.13 has none)",
     ),
-    "lm_eval.evaluator.os": Patch(
-        "on a rank with LOCAL_RANK other than 0, simple_evaluate returns nothing; run.benchmark"
-        " scores on all ranks",
-        "simple_evaluate goes by the rank of the model that it is given alone (0.4.13 does not)",
-    ),
     "huggingface_hub.constants.HF_HUB_OFFLINE": Patch(
         "offline mode is read from the environment once, at the import",
         "huggingface_hub has a context manager for offline mode (2.4 reads it only:"

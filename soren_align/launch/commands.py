@@ -26,7 +26,7 @@ from ..core.text import (
     stderr_console,
     working,
 )
-from ..evaluate.suite.suites import check_suites
+from ..evaluate.suite.suites import check_suite
 from ..recipe import (
     Recipe,
     accumulation,
@@ -62,7 +62,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe.model.quantize)
-    check_suites(recipe)
+    if recipe.eval:
+        check_suite(recipe.eval)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
     refusal = None
@@ -142,8 +143,8 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         # The first rank reads the status for all, and changes the file only later.
         status = ranks.broadcast(folder.record()["status"] if ranks.is_first else None)
         if status != "trained":
-            setup, benchmark = _check_inputs(recipe, folder, console, ranks)
-            if not training.train(setup, folder, console, ranks, benchmark):
+            setup = _check_inputs(recipe, folder, console, ranks)
+            if not training.train(setup, folder, console, ranks):
                 if ranks.is_first:
                     record_stop(folder, requeue=True)
                 ranks.destroy()  # srun ends the other ranks when one has ended
@@ -157,14 +158,13 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
 
 
 def _check_inputs(recipe: Recipe, folder: RunFolder, console: Terminal, ranks: Any) -> Any:
-    """Return what training starts from, and the questions of `run.benchmark` or None.
+    """Return what training starts from.
 
     Data, model, and whether the evaluation after training could run: what is wrong with them is
     raised now, and not after hours of training. The first rank reads first and fills the caches.
     """
     from ..training.setup import set_up_training
 
-    benchmark = None
     with working(console, "Checking data and evaluation") as show, ranks.main_process_first():
         setup = set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
         if recipe.eval and ranks.is_first:
@@ -177,12 +177,7 @@ def _check_inputs(recipe: Recipe, folder: RunFolder, console: Terminal, ranks: A
             _, notices = stage.preflight(*inputs, lambda name: show(f"Checking evaluation: {name}"))
             for notice in notices:
                 print_labelled(console, "notice", notice)
-        if recipe.run.benchmark:  # on every rank: each answers a share of the questions
-            from ..evaluate.run.benchmark import read_benchmark
-
-            show("Checking benchmarks")
-            benchmark = read_benchmark(recipe, setup.start, setup.tokenizer, ranks)
-    return setup, benchmark
+    return setup
 
 
 def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> int:
@@ -309,7 +304,8 @@ def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, proces
     next_command: the one that trains the recipe; printed last, unless training would not start.
     """
     accumulation(recipe, processes)  # raises before torch is imported
-    check_suites(recipe)
+    if recipe.eval:
+        check_suite(recipe.eval)
     from ..planning.offline import model_config, num_examples, offline_without_hub
 
     if model_config(recipe.model.name_or_path) is None or num_examples(recipe.data) is None:

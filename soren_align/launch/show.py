@@ -96,7 +96,6 @@ def print_chart(console: Terminal, curves: Curves) -> None:
     """Print the loss of a run, if it was logged and the terminal has the characters: dots, o
     held-out, * the lowest.
 
-    Below it, a line for each benchmark.
     """
     if len(curves[LOSS]) + len(curves[HELD_OUT]) > 1 and can_print(console, "\u28ff"):
         legend = "loss" + ", o held-out loss, * lowest held-out loss" * bool(curves[HELD_OUT])
@@ -105,7 +104,6 @@ def print_chart(console: Terminal, curves: Curves) -> None:
             curves[LOSS] or curves[HELD_OUT], width, CHART_LINES, curves[HELD_OUT], curves.best
         )
         print_labelled(console, "curve", legend, *chart, wrap=False)
-    print_labelled(console, "benchmark", *curves.describe_scores(), wrap=False)
 
 
 def print_next(console: Terminal, folder: RunFolder, record: dict[str, Any]) -> None:
@@ -342,9 +340,5 @@ def curves(names: Sequence[str], *, output: str = "curves.png") -> None:
             ["run", "step", "loss", "held-out", "lowest held-out", "margin"], rows, align="lrrr"
         ).rich()
     )
-    for name, run in named:
-        print_labelled(
-            console, "benchmark", *(f"{name}: {line}" for line in run.describe_scores()), wrap=False
-        )
     dark = draw_curves(drawn, path)
     print_labelled(console, "written", f"{path} and {dark}", wrap=False)

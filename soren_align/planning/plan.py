@@ -8,7 +8,7 @@ them is left out, with a notice.
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..core.errors import UserError, as_user_error
 from ..core.files import default_cache_folder
 from ..core.optimizer_settings import MATCH_RMS
 from ..data import DatasetStats
-from ..evaluate.suite.suites import benchmark_suite, suite_of
+from ..evaluate.suite.suites import suite_of
 from ..optim import OPTIMIZERS, build_optimizer, route, routing_table, share_notices, ulp
 from ..recipe import (
     Recipe,
@@ -34,7 +34,6 @@ from ..recipe import (
 )
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
-from ..tasks import TASKS
 from ..training import build
 from ..training.setup import check_attention, trl_arguments
 from . import offline
@@ -50,10 +49,6 @@ TYPICAL_WEIGHT = 0.02
 LONG_SEQUENCE = 8192
 """Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs
 of Qwen2.5-3B's blocks, 67 of 221 MFLOP per token."""
-CHOICES = 4
-"""Answers of a benchmark's question, where its suite does not state the number of requests."""
-FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in the FLOPs of training on an example."""
 NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_cpu: true"
 
 
@@ -113,7 +108,6 @@ def plan_training(
         **_update_sizes(recipe, inputs, routes, rates),
         "processes": ranks,
         "compute": costs.as_json(recipe, ranks, total),
-        "benchmark": _benchmark(recipe, args, steps),
         "evaluation": evaluation,
         **_files(recipe, args, model, ranks, total),
         "notices": [*notices, *share_notices(recipe.optimizer.name, table), *more_notices],
@@ -294,43 +288,6 @@ def _update_sizes(
         size["bfloat16_ulps"] = total / ulp(weight, torch.bfloat16) if weight else None
         sizes.append(size)
     return {"update_sizes": sizes, "update_dtype": update_dtype, "typical_weight": weight}
-
-
-def _benchmark(recipe: Recipe, args: Any, steps: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the plan's section on `run.benchmark`: the answers of all measurements, and their
-    share of the time of training.
-
-    Assumed: an answer is a forward pass over as many tokens as an example has; answers are not
-    generated.
-    """
-    section, suite = recipe.run.benchmark, benchmark_suite(recipe)
-    if section is None or suite is None:
-        return None
-    num_questions = num_answers = 0
-    for task in suite.tasks:
-        number = min(section.questions, task.questions or section.questions)
-        choices = task.requests / task.questions if task.requests and task.questions else CHOICES
-        num_questions += number
-        num_answers += round(number * choices)
-    total = steps["total"]
-    # Measurements as transformers places its evaluations: fractions below 1 are of all steps.
-    if section.every:
-        later = math.ceil(total / section.every)
-    elif str(args.eval_strategy.value) == "epoch":
-        later = math.ceil(args.num_train_epochs)
-    else:
-        later = total // (
-            args.eval_steps if args.eval_steps >= 1 else max(1, math.ceil(args.eval_steps * total))
-        )
-    num_answers *= 1 + later
-    num_sequences = total * steps["global_batch_size"] * TASKS[recipe.task].num_sides
-    return {
-        "suite": section.suite,
-        "num_measurements": 1 + later,
-        "num_questions": num_questions,
-        "num_answers": num_answers,
-        "share_of_training": FORWARD_SHARE * num_answers / num_sequences,
-    }
 
 
 def _evaluation(

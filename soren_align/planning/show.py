@@ -378,25 +378,8 @@ def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> An
 
 
 def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
-    """Print the cost of `run.benchmark`, suite and size of the evaluation, and its questions in the
-    training examples."""
+    """Print suite and size of the evaluation, and its questions in the training examples."""
     write, evaluation = partial(print_labelled, console), plan["evaluation"]
-    if benchmark := plan["benchmark"]:
-        share, hours = benchmark["share_of_training"], plan["compute"]["hours"] or {}
-        questions = (
-            f"{benchmark['num_measurements']:,} times {benchmark['num_questions']:,} questions"
-        )
-        times = [
-            f"{estimated_time(share * number)} on one {name}" for name, number in hours.items()
-        ]
-        cost = f"{', '.join(times)}{' or ' * bool(times)}{share:.1%} of the time of training"
-        assumed = (
-            "an answer is a forward pass of the length of an example; generated answers take longer"
-        )
-        text = (
-            f"{benchmark['suite']}, {questions}: about {benchmark['num_answers']:,} answers, {cost}"
-        )
-        write("benchmark", f"{text} (assumed: {assumed})")
     console.print()
     if evaluation is None:
         write("eval", "none: the recipe has no eval section")

@@ -444,9 +444,6 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "model of step": (
             f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None
         ),
-        "benchmarks during training": (
-            _benchmarks(record["benchmark"]) if "benchmark" in record else None
-        ),
         "processes": (
             f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})"
         ),
@@ -460,23 +457,6 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "commit": record.get("commit"),
         "started": record.get("started"),
     }
-
-
-def _benchmarks(record: dict[str, Any]) -> str:
-    """Return the questions of `run.benchmark`, and whether the saved weights were chosen by
-    them.
-    """
-    numbers = (
-        f"{own['questions']:,} of {own['of']:,} of {name}"
-        for name, own in record["columns"].items()
-    )
-    text = f"{record['suite']}, questions {', '.join(numbers)}"
-    selected = record.get("selected_by")
-    return (
-        f"{text}; these of {selected} chose the saved weights and are not held out"
-        if selected
-        else text
-    )
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:

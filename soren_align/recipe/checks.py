@@ -16,7 +16,7 @@ from ..core.files import local_path, resolve_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
-from ..tasks import BENCHMARK, TASKS
+from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, is_test_split, refuse_unusable_data
 from .model import (
     adapter_config,
@@ -170,10 +170,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
         "published": [path for path in paths if path],
         "backend": raw.text("eval", "backend"),
     }
-    benchmark = {key: raw.path("run", "benchmark", key) for key in ("suite", "data_root")}
-    for section, values in ((("eval",), settings), (("run", "benchmark"), benchmark)):
-        for problem in evaluation_problems(values):
-            raw.problems.append(problem._replace(key=(*section, *problem.key)))
+    for problem in evaluation_problems(settings):
+        raw.problems.append(problem._replace(key=("eval", *problem.key)))
     at = ("run", "published")
     table, model = raw.path(*at, "table"), raw.text(*at, "model")
     if table and raw.get("task") != "pretrain":
@@ -493,20 +491,6 @@ def _check_evaluations(raw: _Raw) -> None:
             ("trainer", "eval_strategy"),
             "needs held-out examples; add data.eval, or remove this key",
         )
-    benchmark = raw.section("run", "benchmark")
-    if (
-        benchmark
-        and benchmark.get("every") is None
-        and (held_out is None or strategy in ("no", False))
-    ):
-        message = (
-            "without `every`, benchmarks are measured at evaluations, of which there are none;"
-            " write `every`, "
-        )
-        raw.report(
-            ("run", "benchmark"),
-            message + "the number of steps between two measurements, or add data.eval",
-        )
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
         remedy = (
             "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
@@ -518,21 +502,7 @@ def _check_evaluations(raw: _Raw) -> None:
     task, metric = raw.get("task"), trainer.get("metric_for_best_model")
     metrics = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
     name = metric.removeprefix("eval_") if isinstance(metric, str) else ""
-    if name.startswith(BENCHMARK):  # whether the suite has this column: `suites.benchmark_suite`
-        key = ("trainer", "metric_for_best_model")
-        if not benchmark:
-            raw.report(
-                key,
-                f"found {metric!r}, which needs run.benchmark; add this section, or name another"
-                " metric",
-            )
-        elif benchmark.get("every") is not None:
-            message = (
-                "checkpoints are compared at the evaluations of trainer.eval_strategy, but"
-                " run.benchmark.every "
-            )
-            raw.report(key, message + "sets other steps; remove run.benchmark.every")
-    elif metrics and name and name not in metrics:
+    if metrics and name and name not in metrics:
         message = (
             f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
         )

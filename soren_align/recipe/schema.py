@@ -66,37 +66,6 @@ class Samples(Section):
         return super().meant_by([value] if is_prompt else value)
 
 
-class Benchmark(Section):
-    """Benchmarks during training: scores of the model on a few questions of a suite.
-    The questions are the same at each measurement. The scores are written into metrics.jsonl as
-    `eval_benchmark/COLUMN`, and `soren-align curves` draws them. They have no effect on the
-    training, unless `trainer.metric_for_best_model` names one of them, such as
-    `benchmark/arc_challenge` or `benchmark/average`."""
-
-    main_keys: ClassVar[dict[type, str]] = {str: "suite"}
-
-    suite: Annotated[str, Field(min_length=1)]
-    """The name of a suite that comes with soren-align, or the path of a suite.yaml."""
-    columns: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
-    """The benchmarks to measure, by their column names in the suite's table of scores. []: all
-    benchmarks of the suite."""
-    questions: Annotated[int, Field(ge=1)] = 50
-    """The number of questions of each benchmark. The questions with the smallest hashes (lm-eval's
-    `doc_hash`) are used, so every run uses the same questions. The 95% interval of a score on 50
-    questions is up to 14 points wide in each direction."""
-    every: Annotated[int, Field(ge=1)] | None = None
-    """The number of optimizer steps between two measurements. The first measurement is at step 0,
-    the last one at the last step. null: measure at the evaluations of `trainer.eval_strategy`.
-    `trainer.metric_for_best_model` needs null."""
-    batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Prompts per forward pass. null: the suite's own batch size."""
-    data_root: str | None = None
-    """A folder with downloaded hub datasets; see `eval.data_root`."""
-    trust_suite: bool = False
-    """true: run the code in the files of a suite that does not come with soren-align; see
-    `eval.trust_suite`."""
-
-
 class EarlyStopping(Section):
     """End training when evaluations no longer improve (transformers' EarlyStoppingCallback).
     `trainer.metric_for_best_model` selects the metric (default: the loss).
@@ -336,8 +305,6 @@ class Run(Section):
     """At every evaluation, measure the KL divergence of the model from the starting checkpoint, and
     write it into metrics.jsonl as `kl_to_start`. The value of the key, such as 256, is the number
     of answer tokens of held-out examples on which it is measured. 0: do not measure it."""
-    benchmark: Benchmark | None = None
-    """Measure scores of the model during training, on a few questions of a benchmark suite."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None

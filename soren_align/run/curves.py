@@ -1,4 +1,4 @@
-"""The curves of a training: losses, margins and benchmarks along the steps, from metrics.jsonl; in
+"""The curves of a training: losses and margins along the steps, from metrics.jsonl; in
 a terminal and as pictures.
 
 A file of any length is read once, line by line, in bounded memory: a curve has at most 2 MAX_POINTS
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import printable
 from ..core.figures import FONT, Colors, compact, line_style, style_axes, write_pictures
-from ..tasks import BENCHMARK
 from .folder import parse_metrics
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
 KEYS = (LOSS, HELD_OUT, MARGIN, HELD_OUT_MARGIN)
-SCORE = f"eval_{BENCHMARK}"
-"""Begins the key of a benchmark's score."""
 MAX_POINTS = 600
 """Points of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
 MAX_MARKERS = 60
@@ -87,22 +84,6 @@ class Curves:
     def __getitem__(self, key: str) -> list[Point]:
         return self.by_key[key].points if key in self.by_key else []
 
-    def describe_scores(self) -> list[str]:
-        """Return a line for each benchmark: its first and its last score, and the highest between
-        them.
-        """
-        lines = []
-        for key, curve in self.by_key.items():
-            if key.startswith(SCORE):
-                (_, first), *_, (last_step, last) = [*curve.points[:1], *curve.points]
-                step, highest = max(curve.points, key=lambda point: (point[1], -point[0]))
-                best = f", highest {highest:.1%} at step {step:g}" if highest > last else ""
-                lines.append(
-                    f"{key.removeprefix(SCORE)} {first:.1%} -> {last:.1%} at step"
-                    f" {last_step:g}{best}"
-                )
-        return lines
-
     def describe(self) -> list[str]:
         """Return sentences about the held-out loss: where it was lowest, if it has risen since."""
         if not (self.best and self.last) or self.last[1] <= 1.01 * self.best[1]:
@@ -133,8 +114,7 @@ def read_curves(file: Path) -> Curves:
                 continue
             try:
                 step = float(record["step"])
-                keys = [*KEYS, *(key for key in record if key.startswith(SCORE))]
-                values = {key: float(record[key]) for key in keys if record.get(key) is not None}
+                values = {key: float(record[key]) for key in KEYS if record.get(key) is not None}
             except (ValueError, TypeError, OverflowError):
                 continue
             curves.last_step = max(curves.last_step, step)
@@ -199,8 +179,8 @@ def braille(
 
 
 def draw_curves(runs: Sequence[tuple[str, Curves]], path: Path) -> Path:
-    """Write a PNG of the losses of runs, and of the margins of preference pairs and of benchmarks
-    where there are some.
+    """Write a PNG of the losses of runs, and of the margins of preference pairs where there are
+    some.
 
     Beside it NAME-dark.png, for a dark page, whose path is returned. One run: training loss as a
     line, held-out losses with marks, the lowest of them named. Several: a colour each, training
@@ -219,10 +199,6 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
         ("loss", LOSS, HELD_OUT),
         ("reward margin of preference pairs", MARGIN, HELD_OUT_MARGIN),
     ]
-    keys = dict.fromkeys(
-        key for _, curves in runs for key in curves.by_key if key.startswith(SCORE)
-    )
-    panels += [(f"{key.removeprefix(SCORE)}, questions of run.benchmark", "", key) for key in keys]
     panels = [
         panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])
     ]

@@ -31,7 +31,6 @@ from ..tasks import TASKS
 from . import build, checkpoints
 from .checkpoints import PICKLE_REFUSED, STREAM_FILE, write_errors
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .measure.benchmark import BenchmarkRecorder
 from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
@@ -51,20 +50,15 @@ class Observers:
     early: "EarlyStopping | None" = None
     samples: SampleWriter | None = None
     retention: Retention | None = None
-    benchmark: BenchmarkRecorder | None = None
     held_out: HeldOutRecorder | None = None
 
 
 def train(
-    setup: TrainingSetup,
-    folder: RunFolder,
-    console: Console,
-    ranks: Ranks = Ranks(),
-    benchmark: Any = None,
+    setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks = Ranks()
 ) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
-    benchmark: of `run.benchmark`, an `evaluate.run.benchmark.Benchmark`. Returns False if a signal
+    Returns False if a signal
     came, after saving a checkpoint, or the model if it was the last step. Only the first rank
     writes and prints.
     """
@@ -90,7 +84,7 @@ def train(
             "load_universal": True
         }
     # Observe: what is measured changes no weight and draws no random number of the training.
-    observers = _observe(trainer, setup, folder, console, ranks, benchmark)
+    observers = _observe(trainer, setup, folder, console, ranks)
     # Another command may hold the folder now: nothing is written into it.
     trainer.sealer.check = partial(refuse_lost_lock, folder, ranks)
 
@@ -99,9 +93,6 @@ def train(
     if ranks.is_first:
         source = observers.retention and observers.retention.probes.source
         report_setup(folder, console, setup, trainer, ranks, identity, source)
-        if observers.benchmark:
-            stops_early = observers.early is not None
-            observers.benchmark.report(folder, console, stops_early=stops_early)
         _report_resume(folder, console, checkpoint)
 
     # Train.
@@ -138,12 +129,7 @@ def train(
 
 
 def _observe(
-    trainer: Any,
-    setup: TrainingSetup,
-    folder: RunFolder,
-    console: Console,
-    ranks: Ranks,
-    benchmark: Any,
+    trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks
 ) -> Observers:
     """Add the recipe's callbacks to the trainer, and return them. Collective."""
     recipe, run = setup.recipe, setup.recipe.run
@@ -159,15 +145,12 @@ def _observe(
         samples=run.samples
         and SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks),
         retention=probes and Retention(trainer, probes, folder, ranks),
-        benchmark=run.benchmark and BenchmarkRecorder(trainer, benchmark, run.benchmark.every),
     )
     if recipe.data.eval_part == "verdict" and trainer.eval_dataset:
         metrics = tuple(TASKS[recipe.task].higher_is_better)
         recorder = HeldOutRecorder(trainer, metrics, folder, ranks)
         observers = replace(observers, held_out=recorder)
-    trainer.evaluated_with = [
-        measurement for measurement in (observers.retention, observers.benchmark) if measurement
-    ]
+    trainer.evaluated_with = [observers.retention] if observers.retention else []
     # The order counts: early stopping decides before a short run asks for its last log.
     callbacks = (
         observers.stop,
@@ -176,7 +159,6 @@ def _observe(
         observers.progress if ranks.is_first else None,
         observers.samples,
         observers.retention,
-        observers.benchmark,
         observers.held_out,
     )
     trainer.remove_callback(PrinterCallback)

@@ -184,21 +184,6 @@ def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_ac
     assert "activations and FLOPs are unknown for this architecture" in text
 
 
-@pytest.mark.parametrize(("suite", "measurements", "answers"), [
-    ("{suite: quickstart, questions: 12, every: 250}", 4, 4 * 3 * 12 * 4),  # steps 0, 250, 500, 600
-    ("{suite: open-llm-leaderboard-v1, columns: [arc_challenge, mmlu], every: 600}", 2, 2 * 2 * 50 * 4),
-])  # fmt: skip
-def test_the_plan_counts_the_answers_of_benchmarks(planned, suite, measurements, answers):
-    plan, text = planned("quickstart/sft", f"run.benchmark={suite}")
-    section, trained = plan["benchmark"], plan["steps"]["total"] * plan["steps"]["global_batch_size"]
-    assert (plan["steps"]["total"], section["num_measurements"]) == (600, measurements)
-    assert section["num_answers"] == pytest.approx(answers, rel=0.001)  # some of arc_challenge have 3 or 5 choices
-    assert section["share_of_training"] == pytest.approx(section["num_answers"] / trained / 3)
-    line = f"{measurements} times {section['num_questions']} questions: about {section['num_answers']:,} answers"
-    assert line in " ".join(text.split())
-    assert planned("quickstart/sft")[0]["benchmark"] is None
-
-
 @pytest.mark.parametrize(
     ("overrides", "num_files"),
     [(["run.log_spectra.steps=[1]"], 1), ([], 0), (["run.log_spectra.steps=[1]", "optimizer.name=adamw"], 0)],

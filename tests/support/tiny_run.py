@@ -15,7 +15,6 @@ from rich.console import Console
 from safetensors.torch import load_file
 from soren_align import recipe
 from soren_align.core.shipped import ROOT
-from soren_align.evaluate.run.benchmark import read_benchmark
 from soren_align.launch.preparation import prepare
 from soren_align.run.folder import RunFolder, read_seal
 from soren_align.sharding.ranks import Ranks
@@ -53,11 +52,7 @@ class TinyRun:
             return set_up_training(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):
-        setup, benchmark = self.prepare(), None
-        if self.recipe.run.benchmark:
-            with self.ranks.main_process_first():
-                benchmark = read_benchmark(self.recipe, setup.start, setup.tokenizer, self.ranks)
-        return run.train(setup, self.folder, self.console, self.ranks, benchmark)
+        return run.train(self.prepare(), self.folder, self.console, self.ranks)
 
     def metrics(self):
         """The lines of metrics.jsonl."""

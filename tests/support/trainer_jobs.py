@@ -149,26 +149,6 @@ def watched(make):
         make(f"silent-{mode}", "sft", f"run.parallel={mode}", *WATCHED).train()
 
 
-BENCHMARKED = ("trainer.max_steps=2", "data.eval=null", "trainer.save_strategy=no", "optimizer.lr=2e-2")
-
-
-def benchmarked(make, modes=("ddp", "zero2", "zero3")):
-    """Under every mode a run without and one with benchmarks; answers are generated where the weights are not
-    sharded.
-    """
-    for mode in modes:
-        columns = "[zoo_mc, preference]" if mode in ("zero3", "fsdp2") else "[]"
-        measured = f"run.benchmark={{suite: quickstart, questions: 9, every: 2, batch_size: 8, columns: {columns}}}"
-        make(f"silent-{mode}", "sft", f"run.parallel={mode}", *BENCHMARKED).train()
-        make(f"measured-{mode}", "sft", f"run.parallel={mode}", *BENCHMARKED, measured).train()
-
-
-def benchmarked_fsdp2(make):
-    """`benchmarked` under FSDP2, on CPUs."""
-    with fsdp2_on_cpus():
-        benchmarked(make, ("fsdp2",))
-
-
 NARROW = ("optimizer.momentum_dtype=bfloat16", *GLOBAL)
 QUANTIZED = ("model.lora={r: 4}", "optimizer.aux_lr=null", "model.quantize=4bit", *GLOBAL)
 

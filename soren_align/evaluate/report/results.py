@@ -119,18 +119,6 @@ class Contamination(TypedDict):
     scores: NotRequired[dict[str, CleanScore]]
 
 
-class Selection(TypedDict):
-    """Questions of a benchmark that chose the weights of models; see
-    `significance.selection_section`.
-    """
-
-    rows: list[str]
-    questions: int
-    selected: int
-    indices: list[int]
-    scores: NotRequired[dict[str, CleanScore]]
-
-
 class PublishedRow(TypedDict):
     """Published scores of a model."""
 
@@ -158,7 +146,6 @@ class Results(TypedDict):
     """The first one is the starting checkpoint."""
     published: list[PublishedRow]
     contamination: NotRequired[dict[str, Contamination] | None]
-    selection: NotRequired[dict[str, Selection]]
     settings: Settings
     notes: list[str]
     intervals: NotRequired[bool]

@@ -59,8 +59,6 @@ MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is
 not shown."""
 TOO_FEW = "too few questions"
-MAX_NUMBERS = 10
-"""Question numbers that a note lists."""
 MAX_BELOW = 4
 """Panels of the figure below each other; more stand in two columns."""
 INCHES, DPI = 5.2, 200
@@ -182,12 +180,7 @@ def notes(results: Results, brief: bool = False) -> list[str]:
             "generated text ends with token:"
             f" {', '.join(f'{name} {token}' for name, token in eos.items())}"
         )
-    lines += [
-        *_truncation(results),
-        *_contamination(results),
-        *_selection(results),
-        *results["notes"],
-    ]
+    lines += [*_truncation(results), *_contamination(results), *results["notes"]]
     return lines if brief else [*lines, *_settings(results)]
 
 
@@ -197,7 +190,7 @@ def warnings(results: Results) -> list[str]:
     """
     is_found = any(each["overlapping"] for each in (results.get("contamination") or {}).values())
     overlaps = _contamination(results) if is_found else []
-    return [*overlaps, *_selection(results), *_truncation(results), *results["notes"]]
+    return [*overlaps, *_truncation(results), *results["notes"]]
 
 
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
@@ -403,23 +396,6 @@ def _contamination(results: Results) -> list[str]:
         lines.append(
             f"contamination: no question of {', '.join(clean)} is in the {number:,} training"
             f" examples, neither as a whole nor by {NGRAM} words in a row"
-        )
-    return lines
-
-
-def _selection(results: Results) -> list[str]:
-    """Return lines with the questions that chose the weights of a row, and the scores without
-    them.
-    """
-    lines = []
-    for column, each in (results.get("selection") or {}).items():
-        numbers = ", ".join(map(str, each["indices"][:MAX_NUMBERS]))
-        more = " and others (results.json lists all)" if each["selected"] > MAX_NUMBERS else ""
-        lines.append(
-            f"selection, {column}: {each['selected']:,} of {each['questions']:,} questions are not"
-            f" held out, because they chose the saved checkpoint of {' and '.join(each['rows'])}"
-            f" (run.benchmark): question numbers {numbers}{more}, counted from 0;"
-            f" {_others(each, each['selected'])}"
         )
     return lines
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -258,17 +257,12 @@ def evaluate_model(
 
 
 def run_lm_eval(
-    lm: RequestDispatcher,
-    suite: Suite,
-    tasks: list[Any],
-    *,
-    limit: int | None = None,
-    samples: dict[str, list[int]] | None = None,
+    lm: RequestDispatcher, suite: Suite, tasks: list[Any], *, limit: int | None = None
 ) -> dict[str, Any]:
     """Return lm-eval's output for the tasks of one column.
 
-    limit: only the first questions of each task. samples: only these, by the task's name. lm-eval
-    seeds the generators of random, numpy and torch.
+    limit: only the first questions of each task. lm-eval seeds the generators of random, numpy and
+    torch.
     """
     # lm-eval draws few-shot examples by these seeds. Its own data parallelism would draw others on
     # each rank: our workers get requests, and know nothing of questions.
@@ -279,17 +273,8 @@ def run_lm_eval(
     }
     without_git = patched("lm_eval.evaluator.get_git_commit_hash", lambda: None)
     without_machine = patched("lm_eval.evaluator.add_env_info", lambda results: None)
-    # It returns nothing where LOCAL_RANK is not 0.
-    without_rank = patched("lm_eval.evaluator.os", SimpleNamespace(environ={}))
     try:
-        with (
-            silence(),
-            without_git,
-            without_machine,
-            without_rank,
-            scoring(suite.seeds),
-            rendering(),
-        ):
+        with silence(), without_git, without_machine, scoring(suite.seeds), rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=tasks,
@@ -299,7 +284,6 @@ def run_lm_eval(
                 # Errors are computed from the points; with 0 lm-eval 0.4.13 reports each as "N/A".
                 bootstrap_iters=0,
                 limit=limit,
-                samples=samples,
                 random_seed=suite.seeds.random,
                 **seeds,
             )

@@ -74,15 +74,6 @@ def parents(models: Sequence[str | Path]) -> dict[int, int]:
     return indices
 
 
-def selections(rows: Sequence[tuple[str, str | Path]]) -> dict[str, dict[str, Any]]:
-    """Return, by name, `run.benchmark` of run.json for each row whose saved weights it chose.
-    rows: name and model.
-    """
-    runs = {name: run for name, model in rows if (run := run_of(local_path(model))) is not None}
-    records = {name: RunFolder(run).record().get("benchmark", {}) for name, run in runs.items()}
-    return {name: record for name, record in records.items() if "selected_by" in record}
-
-
 def _lineage(path: str | Path, on_omitted: OnOmitted | None) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)

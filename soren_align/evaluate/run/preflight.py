@@ -301,11 +301,8 @@ def _as_list(requests: Any) -> list[Any]:
 class Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
-    def __init__(self, row: PlannedRow, suite: Suite, *, strict: bool = False, omit: str = ""):
-        """omit: the remedy for a column that cannot be evaluated; "": to omit it from the
-        evaluation.
-        """
-        self.row, self.suite, self.strict, self.omit = row, suite, strict, omit
+    def __init__(self, row: PlannedRow, suite: Suite, *, strict: bool = False):
+        self.row, self.suite, self.strict = row, suite, strict
         # This dispatcher gets no requests: it renders the chat template as the evaluation will, and
         # its model is never loaded.
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
@@ -375,7 +372,7 @@ class Probe:
                 )
 
     def _remedy(self, task: SuiteTask) -> str:
-        return self.omit or f"omit this column: eval.omit: [{task.column}] (--omit {task.column})"
+        return f"omit this column: eval.omit: [{task.column}] (--omit {task.column})"
 
     def _num_tokens(self, text: str) -> int:
         return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -142,11 +142,8 @@ class RequestDispatcher(LM):
         cache: ResponseCache,
         *,
         strict: bool = False,
-        batches_per_chunk: int = BATCHES_PER_CHUNK,
     ):
-        """strict: a truncated prompt is an error.
-        batches_per_chunk: of requests for log-likelihoods.
-        """
+        """strict: a truncated prompt is an error."""
         super().__init__()
         self.workers, self.tokenizer, self.settings, self.cache = (
             workers,
@@ -154,7 +151,7 @@ class RequestDispatcher(LM):
             settings,
             cache,
         )
-        self.strict, self.batches_per_chunk = strict, batches_per_chunk
+        self.strict = strict
         self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
         self.num_computed = self.num_cached = self.num_truncated = 0
         self.label = ""
@@ -187,7 +184,7 @@ class RequestDispatcher(LM):
         # vLLM schedules batches itself
         single = kind == "generate_until" and self.settings.backend == "hf"
         chunks = make_chunks(
-            requests, self.settings.batch_size * (1 if single else self.batches_per_chunk)
+            requests, self.settings.batch_size * (1 if single else BATCHES_PER_CHUNK)
         )
         keys = [digest([kind, [requests[i] for i in chunk]]) for chunk in chunks]
         missing = {

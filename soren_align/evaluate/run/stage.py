@@ -31,14 +31,13 @@ from ..stats.significance import (
     compare_pairs,
     contamination_section,
     refuse_unlike,
-    selection_section,
     unpaired,
 )
 from ..suite.suites import Suite, check_suite, load_published, suite_of
 from ..suite.tasks import Tasks, num_questions
 from .backends import require_backend
 from .harness import ModelResults, Options, ProgressDisplay, evaluate_model
-from .lineage import parents, selections
+from .lineage import parents
 from .preflight import PlannedRow, check, planned_rows, saved_row, with_base_template
 from .workers import OutOfMemory
 
@@ -143,9 +142,6 @@ def evaluate(
             *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else []),
         ],
     }
-    tasks_of = {task.column: task.task for task in suite.tasks}
-    if selection := selection_section(selections(rows), tasks_of, evaluated):
-        results["selection"] = selection
     points = points_json(dict(evaluated))
     results["points_sha256"] = hashlib.sha256(points.encode()).hexdigest()
     write_results(results, {name: each.samples for name, each in evaluated}, output, points)

@@ -18,10 +18,6 @@ from .intervals import average, score_points
 from .points import CLIPPED, above_random, metric_points, normalize
 
 
-class NotNumbers(UserError):
-    """Log-likelihoods or scores are NaN or infinite."""
-
-
 def score_column(
     task: SuiteTask,
     loaded: Any,
@@ -154,7 +150,7 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
     """Return the points of each question of a task.
 
     name: the task's. key: lm-eval's, of the metric. Raises UserError if the metric is not a mean
-    over questions, NotNumbers if log-likelihoods or points are no numbers.
+    over questions, or if log-likelihoods or points are no numbers.
     """
     metric, filter_name = key.split(",")
     samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
@@ -169,7 +165,7 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
     # number by itself, such as mc2's 0/0, if all log-likelihoods are below -745.
     for kind, numbers in (("log-likelihoods", responses), (f"scores ({metric})", points)):
         if broken := sum(not isfinite(number) for number in numbers):
-            raise NotNumbers(
+            raise UserError(
                 f"{model}: {broken} of {len(numbers)} {kind} of {name} are not numbers;"
                 " check the model's weights, which a diverged training may have broken"
             )

@@ -6,7 +6,7 @@ count for less than as many independent ones. Scores from different prompts are 
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
@@ -265,46 +265,6 @@ def contamination_section(
         if 0 < entry["overlapping"] < entry["questions"]:
             entry["scores"] = _scores_without(entry["indices"], column, rows)
     return section
-
-
-def selection_section(
-    selections: Mapping[str, Mapping[str, Any]],
-    tasks: Mapping[str, str],
-    rows: Sequence[tuple[str, ModelAnswers]],
-) -> dict[str, Any]:
-    """Return results.json's "selection": by column, the questions that chose the weights of models.
-
-    selections: by row, `run.benchmark` of its run.json. tasks: lm-eval's task of each column.
-    {"rows": the rows that were chosen by them, "questions": their number, "selected", "indices",
-    "scores": those of the other questions, as in `contamination_section`}.
-    """
-    section: dict[str, Any] = {}
-    # Questions that selected the weights favour them. They are listed, and the score without them
-    # is shown beside the full one.
-    for row, record in selections.items():
-        for name, chosen in record["columns"].items():
-            # By lm-eval's task and not by the column's name, which a suite may choose freely.
-            column = next(
-                (column for column, task in tasks.items() if task == chosen["task"]), None
-            )
-            if column is None or record["selected_by"] not in (name, "average"):
-                continue
-            hashes = [question for question, _ in rows[0][1].prompt_hashes[column]]
-            entry = section.setdefault(
-                column, {"rows": [], "questions": len(hashes), "indices": []}
-            )
-            entry["rows"].append(row)
-            # They are the questions with the smallest hashes, so that the largest hash identifies
-            # the set, and run.json needs no list.
-            entry["indices"] += [
-                i for i, question in enumerate(hashes) if question <= chosen["last_doc_hash"]
-            ]
-    for column, entry in section.items():
-        entry["indices"] = sorted({*entry["indices"]})
-        entry["selected"] = len(entry["indices"])
-        if entry["selected"] < entry["questions"]:
-            entry["scores"] = _scores_without(entry["indices"], column, rows)
-    return {column: entry for column, entry in section.items() if entry["selected"]}
 
 
 def _scores_without(

@@ -20,8 +20,7 @@ from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
 from ...core.files import read_text, resolve_path
 from ...core.text import join_words
-from ...recipe import Eval, Recipe
-from ...tasks import BENCHMARK
+from ...recipe import Eval
 
 LM_EVAL = "lm-eval:"
 # Not imported: that takes 8 seconds, and `plan` needs only the numbers of requests.
@@ -176,15 +175,6 @@ def load_suite(name_or_path: str | Path) -> Suite:
     return suite
 
 
-def check_suites(recipe: Recipe) -> None:
-    """Raise UserError if the suite of a recipe's evaluation or of its `run.benchmark` is
-    invalid.
-    """
-    benchmark_suite(recipe)
-    if recipe.eval:
-        check_suite(recipe.eval)
-
-
 def check_suite(options: Eval) -> Suite:
     """Return `suite_of`. Raises UserError also if a table of published scores cannot be read."""
     suite = suite_of(options)
@@ -222,36 +212,6 @@ def _refuse_unknown(chosen: Sequence[str], suite: Suite, place: str) -> None:
         if column not in columns:
             hint = did_you_mean(column, columns, f"write one of {', '.join(columns)}")
             raise UserError(f"{place}: suite {suite.name} has no column {column!r}{hint}")
-
-
-def benchmark_suite(recipe: Recipe) -> Suite | None:
-    """Return the suite of `run.benchmark` with its columns alone; None if the recipe has no such
-    section.
-
-    Raises UserError if the suite does not have one of the columns, or none of them has the name
-    that `trainer.metric_for_best_model` gives.
-    """
-    section = recipe.run.benchmark
-    if section is None:
-        return None
-    suite = suite_of(
-        Eval(suite=section.suite, batch_size=section.batch_size, data_root=section.data_root)
-    )
-    _refuse_unknown(section.columns, suite, "run.benchmark.columns")
-    if section.columns:
-        suite = suite.model_copy(
-            update={"tasks": [task for task in suite.tasks if task.column in section.columns]}
-        )
-    # transformers looks this name up at the first evaluation, in the middle of the training.
-    metric = str(recipe.trainer.get("metric_for_best_model", "")).removeprefix("eval_")
-    columns = [task.column for task in suite.tasks]
-    names = [BENCHMARK + name for name in [*columns, *(["average"] if len(columns) > 1 else [])]]
-    if metric.startswith(BENCHMARK) and metric not in names:
-        hint = did_you_mean(metric, names, f"write one of {', '.join(names)}")
-        raise UserError(
-            f"trainer.metric_for_best_model: run.benchmark measures no {metric!r}{hint}"
-        )
-    return suite
 
 
 def refuse_missing_packages(suite: Suite) -> None:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ...core.text import LINE_SECONDS, print_labelled, with_prefix
-from ...tasks import BENCHMARK, TASKS
+from ...tasks import TASKS
 
 
 class TrainingProgress(TrainerCallback):
@@ -71,14 +71,6 @@ class TrainingProgress(TrainerCallback):
             self._logs = logs
         if "eval_loss" in logs:
             print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
-        prefix = f"eval_{BENCHMARK}"
-        scores = [
-            f"{key.removeprefix(prefix)} {value:.1%}"
-            for key, value in logs.items()
-            if key.startswith(prefix)
-        ]
-        if scores:
-            print_labelled(self.console, "benchmark", step + ", ".join(scores))
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         """Show the batch of the evaluation."""
