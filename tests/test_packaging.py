@@ -103,7 +103,7 @@ def declared_extras(text):
 def test_every_extra_that_a_message_or_a_page_names_exists():
     pages = [*FILES, ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {extra for page in pages for extra in declared_extras(page.read_text(encoding="utf-8"))}
-    assert {"vllm", "quantize", "liger", "tpe"} <= named
+    assert {"vllm", "quantize", "liger"} <= named
     assert named <= PROJECT["optional-dependencies"].keys()
 
 

@@ -316,9 +316,8 @@ def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, proces
         from ..planning import plan as planning
         from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
-        on_compared = counting(show, "Comparing training examples with questions")
         result, account = planning.plan_training(
-            recipe, counting(show, "Counting tokens"), processes, on_compared
+            recipe, counting(show, "Counting tokens"), processes
         )
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")

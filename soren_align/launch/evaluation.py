@@ -4,28 +4,22 @@ import gc
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import shipped
 from ..core.document import Document
-from ..core.errors import UserError, in_one_line
+from ..core.errors import UserError
 from ..core.files import default_cache_folder, local_path, refuse_unwritable, resolve_path
-from ..core.patches import hub_offline
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
-from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
+from ..core.text import Terminal, loading, print_labelled, stderr_console
 from ..evaluate.suite.suites import check_suite
 from ..recipe import Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..recipe.model import refuse_unloadable
 from ..recipe.schema import ADAPTER
 from ..run.folder import RunFolder
 from .environment import refuse_ranks, set_environment
-
-if TYPE_CHECKING:
-    from ..evaluate.stats.contamination import Overlaps
-    from ..evaluate.suite.tasks import Tasks
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -181,89 +175,14 @@ def run_evaluation(
         rows = lineage.lineages(models, omitted.__setitem__)
         for sentence, path in omitted.items():
             print_labelled(console, "notice", f"{sentence} ({path})")
-        overlaps = partial(overlaps_of_runs, rows, settings.limit, cache_folder, console)
-        find_overlaps = overlaps if settings.contamination else None
-        options = {
-            "cache": cache_folder,
-            "console": console,
-            "notes": [*omitted],
-            "find_overlaps": find_overlaps,
-        }
-        results = stage.evaluate(rows, settings, folder, **options)
+        results = stage.evaluate(
+            rows, settings, folder, cache=cache_folder, console=console, notes=[*omitted]
+        )
     stage.print_results(results, folder, console, Terminal(), brief=brief)
     if not output:
         write_card(run)
     if summary:
         write_summary(results, Path(summary))
-
-
-def overlaps_of_runs(
-    rows: Sequence[tuple[str, Path]],
-    limit: int | None,
-    cache: Path,
-    console: Terminal,
-    tasks: "Tasks",
-) -> "Overlaps | str":
-    """Return the questions that the training examples of the rows' runs contain, or the reason why
-    none is known.
-
-    Nothing is downloaded: a run folder may come from anyone. Held-out examples are not trained on,
-    and not read. Examples that several runs share are read once. limit: only the first questions of
-    each task.
-    """
-    from ..evaluate.run.lineage import run_of
-    from ..evaluate.stats.contamination import overlaps_with, question_texts
-    from ..training.setup import load_splits
-
-    runs = {
-        name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None
-    }
-    if not runs:
-        return (
-            "not checked, because the training examples are known only for models of runs, and no"
-            " model of the table is from a run"
-        )
-    questions = question_texts(tasks, limit)
-    known: dict[str, Overlaps] = {}
-    with working(console, "Reading training examples") as show:
-        for name, run in runs.items():
-            try:
-                record, recipe = run.record("data"), load_resolved(run.recipe)
-                if recipe.data.streaming:
-                    raise UserError(
-                        "the run streamed its examples (data.streaming), and a stream is not read a"
-                        " second time"
-                    )
-                with hub_offline():
-                    split = load_splits(recipe).train
-                # By hash or revision: the examples of a changed file are not those that were
-                # trained on.
-                now, then = (
-                    [
-                        source.get("sha256") or source.get("revision")
-                        for source in train.get("sources", [train])
-                    ]
-                    for train in (split.source, record["data"]["train"])
-                )
-                if now != then:
-                    raise UserError(f"{split.source['path']} was changed after the training")
-            except (UserError, OSError) as error:
-                reason = in_one_line(error, 300)
-                return (
-                    f"not checked, because the training examples of {name} are not available:"
-                    f" {reason}"
-                )
-            if split.dataset._fingerprint not in known:
-                on_compared = counting(show, "Comparing training examples with questions")
-                known[split.dataset._fingerprint] = overlaps_with(
-                    split.dataset, questions, cache, on_compared
-                )
-    # A question counts as trained on if any of the rows' runs had it: the table compares these
-    # rows.
-    first, *others = known.values()
-    for other in others:
-        first |= other
-    return first
 
 
 def chat(

@@ -18,7 +18,6 @@ import torch
 from transformers import get_scheduler
 
 from ..core.errors import UserError, as_user_error
-from ..core.files import default_cache_folder
 from ..core.optimizer_settings import MATCH_RMS
 from ..data import DatasetStats
 from ..evaluate.suite.suites import suite_of
@@ -53,15 +52,12 @@ NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_c
 
 
 def plan_training(
-    recipe: Recipe,
-    on_examples: Callable[[int], object] | None = None,
-    num_ranks: int = 1,
-    on_compared: Callable[[int], object] | None = None,
+    recipe: Recipe, on_examples: Callable[[int], object] | None = None, num_ranks: int = 1
 ) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
-    on_examples, on_compared: called with the number of examples just tokenized, or compared with
-    the evaluation's questions, for a progress bar. num_ranks: processes.
+    on_examples: called with the number of examples just tokenized, for a progress bar. num_ranks:
+    processes.
     """
     # Read the data as training reads them, into a scratch folder: a plan must not change a run.
     local = on_this_machine(recipe)
@@ -90,7 +86,7 @@ def plan_training(
     )
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     # Whether the evaluation after training could run: known now, not after hours.
-    evaluation, more_notices, problems = _evaluation(recipe, inputs, on_compared)
+    evaluation, more_notices, problems = _evaluation(recipe, inputs)
     notices = _notices(recipe, inputs, args, few_steps(recipe, total, num_ranks), costs.failure)
     plan = {
         "task": recipe.task,
@@ -291,7 +287,7 @@ def _update_sizes(
 
 
 def _evaluation(
-    recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
+    recipe: Recipe, inputs: Inputs
 ) -> tuple[dict[str, Any] | None, list[str], list[str]]:
     """Return the plan's section, and notices and problems of the check before training; the models
     are not checked.
@@ -316,13 +312,11 @@ def _evaluation(
             sum(task.requests or 0 for task in suite.tasks) if is_counted else None
         ),
         "num_questions": None,
-        "contamination": None,
     }
     # Without the hub there are no questions either.
     if inputs.ready is None:
         return section, [], []
     from ..evaluate.run import stage  # imports lm-eval, which takes seconds
-    from ..evaluate.stats.contamination import overlaps_with, question_texts
     from ..evaluate.suite.tasks import num_questions
 
     try:
@@ -334,16 +328,6 @@ def _evaluation(
         return section, [], [f"{reason}: {problem}" for problem in error.problems]
     sizes = (size for task in tasks.values() for size in num_questions(task).values())
     section["num_questions"] = sum(min(size, limit or size) for size in sizes)
-    if recipe.eval.contamination and recipe.data.streaming:
-        notices = [
-            *notices,
-            "contamination is not checked: the training examples are a stream (data.streaming)",
-        ]
-    elif recipe.eval.contamination:
-        examples, texts = inputs.ready.splits.train.dataset, question_texts(tasks, limit)
-        section["contamination"] = overlaps_with(
-            examples, texts, default_cache_folder(), on_compared
-        ).by_column()
     return section, notices, []
 
 

@@ -8,7 +8,6 @@ from rich.console import Console
 from ..core.optimizer_settings import MATCH_RMS
 from ..core.text import Table, count, estimated_time, print_labelled, with_prefix
 from ..data import DatasetStats, show_example
-from ..evaluate.stats.contamination import NGRAM
 from ..optim import spectral_share
 from ..run.record import describe_dropped, describe_held_out
 from ..training.packing import Packing
@@ -378,7 +377,7 @@ def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> An
 
 
 def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
-    """Print suite and size of the evaluation, and its questions in the training examples."""
+    """Print suite and size of the evaluation."""
     write, evaluation = partial(print_labelled, console), plan["evaluation"]
     console.print()
     if evaluation is None:
@@ -395,18 +394,3 @@ def _print_evaluation(plan: dict[str, Any], console: Console) -> None:
         f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model:"
         f" {number}",
     )
-    overlaps = evaluation.get("contamination") or {}
-    # The good news takes one line, the bad news one per benchmark.
-    if overlaps and not any(overlap["overlapping"] for overlap in overlaps.values()):
-        num_examples = next(iter(overlaps.values()))["examples_read"]
-        questions = sum(overlap["questions"] for overlap in overlaps.values())
-        write(
-            "", f"none of the {questions:,} questions is in the {num_examples:,} training examples"
-        )
-        return
-    for position, (column, overlap) in enumerate(overlaps.items()):
-        if not position:
-            in_examples = f"in this run's {overlap['examples_read']:,} training examples"
-            write("", f"questions {in_examples} (as a whole, or {NGRAM} words in a row):")
-        whole = f", {overlap['exact']:,} as a whole" if overlap["exact"] else ""
-        write("", f"  {column}: {overlap['overlapping']:,} of {overlap['questions']:,}{whole}")

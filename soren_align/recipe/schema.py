@@ -355,10 +355,6 @@ class Eval(Section):
     """Whether to run the code in the files of a suite that does not come with soren-align
     (`!function`, metrics that are scripts). true: run the code; read it first. false: refuse a
     suite with such code."""
-    contamination: bool = True
-    """Count the benchmark questions that occur in the training examples, and also report the scores
-    without these questions. The count reads all training examples once per suite, about 3,000
-    examples of UltraChat per second. The result is cached."""
     published: list[str] = []
     """Scores that other authors published, to show under the table: the name of a table that comes
     with soren-align, such as `paper/sft`, or a YAML file of the same form."""

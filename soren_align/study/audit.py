@@ -64,15 +64,8 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     file = load_resolved_study(folder / STUDY_FILE)
     runs, problems = read_files(folder, study.runs)
     problems += audit(runs, folder)
-    final = [run for candidate in study.candidates for run in candidate.verdict]
-    # All runs train on the same examples, so that one evaluation shows the contamination.
     options = next((run.recipe.eval for run in runs if run.stage == "verdict"), None)
-    contamination = None
-    if options and (evaluated := next((run for run in final if run.scores), None)):
-        results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
-        contamination = results.get("contamination") if results else None
-    weaknesses = [*cautions(study, file, runs, contamination), *accidents(study, runs, folder)]
-    study = replace(study, contamination=contamination)
+    weaknesses = [*cautions(study, file, runs), *accidents(study, runs, folder)]
 
     # Only runs on equal terms are compared, since a difference of others is not the optimizers'.
     suite, higher = options.name if options else None, study.higher_is_better
@@ -248,13 +241,8 @@ def accidents(study: Study, runs: list[RunFiles], folder: Path) -> Iterator[str]
             )
 
 
-def cautions(
-    study: Study, file: StudyFile, runs: list[RunFiles], contamination: dict[str, Any] | None = None
-) -> Iterator[str]:
-    """Yield the cautions about the search, the declared terms and the data, each a sentence.
-
-    contamination: as in Study.
-    """
+def cautions(study: Study, file: StudyFile, runs: list[RunFiles]) -> Iterator[str]:
+    """Yield the cautions about the search, the declared terms and the data, each a sentence."""
     yield from _search_cautions(study, file)
 
     # Unequal terms that the study declares.
@@ -275,7 +263,7 @@ def cautions(
                 "the optimizer differs"
             )
 
-    # Few examples or seeds, and questions that were seen in training.
+    # Few examples or seeds.
     held_out = [run.record.get("data", {}).get("eval") or {} for run in runs]
     sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
     number = min((each for each in sizes if isinstance(each, int)), default=None)
@@ -296,12 +284,6 @@ def cautions(
             f"the verdict has {number} seeds; with {MANY_SEEDS} or more, the intervals are much "
             "narrower"
         )
-    for column, counts in (contamination or {}).items():
-        if counts.get("overlapping"):
-            yield (
-                f"{column}: {counts['overlapping']} of {counts['questions']} questions overlap "
-                "with the training data; compare the scores without these questions"
-            )
 
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:
@@ -338,12 +320,7 @@ def _search_cautions(study: Study, file: StudyFile) -> Iterator[str]:
         )
     declared = file.search.trials * len(file.search.seeds)
     number = max((len(each.trials) for each in study.candidates), default=declared)
-    if number < declared:
-        yield (
-            f"each candidate has {number} trials instead of the declared {declared}, because the "
-            "budget ended"
-        )
-    elif number > declared:
+    if number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
 
 

@@ -7,7 +7,6 @@ The recipes of every candidate at both ends of its space are checked before anyt
 import json
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -102,10 +101,9 @@ class Search(Section):
     """Keys of the recipe that are searched for every candidate: `optimizer.lr: {low: 1.0e-3, high:
     3.0e-2}`, whose logarithm is uniform (`log: false`: the value itself); a list of values;
     `=optimizer.lr`, equal to that key."""
-    method: Literal["grid", "random", "tpe"] = "random"
-    """`random`: all trials are drawn when the study is created, at the same quantiles for every
-    candidate. `grid`: all combinations of lists, as many as `trials`. `tpe`: Optuna's TPE (pip
-    install 'soren-align[tpe]'), each trial after those before it."""
+    method: Literal["grid", "random"] = "random"
+    """`random`: trials at the same quantiles for every candidate. `grid`: all combinations of
+    lists, as many as `trials`."""
     trials: Annotated[int, Field(ge=1)]
     """The number of trials of each candidate."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
@@ -180,9 +178,6 @@ class StudyFile(Section):
     """The optimizers by name."""
     search: Search
     verdict: VerdictSection
-    budget_hours: Positive | None = None
-    """No candidate starts another trial after so many hours of training in all; those started by
-    one are started by all. null: no limit."""
     jobs: Annotated[int, Field(ge=1)] | None = None
     """The number of runs at the same time. null: one per GPU, or 1 without any. `--jobs` takes
     precedence."""
@@ -218,11 +213,6 @@ OWN_KEYS = (
     "task",
 )
 """Keys of the recipe that a study sets itself, or cannot change."""
-NO_PRUNING = (
-    "trials are not pruned: early in a schedule, settings rank differently than at its end, and"
-    " with median or halving pruning the results would depend on the order in which runs end; lower"
-    " search.trials instead"
-)
 
 
 def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFile:
@@ -242,17 +232,9 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
             f"{path}: is a recipe, not a study; to train it, run soren-align {raw['task']}"
             f" {name_or_path}"
         )
-    if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
-        source.report(("search", "pruning"), NO_PRUNING)
     study = source.validate(StudyFile)
     if study is not None:
         source.problems += [Problem(*problem) for problem in dict.fromkeys(study_problems(study))]
-        if study.search.method == "tpe" and find_spec("optuna") is None:
-            message = (
-                "tpe needs Optuna, which is not installed; run `pip install 'soren-align[tpe]'`, or"
-                " write random"
-            )
-            source.report(("search", "method"), message)
     source.refuse_problems()
     assert study is not None
     # Beside the study's file first: the two are copied together.

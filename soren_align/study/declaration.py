@@ -25,7 +25,7 @@ from .config import StudyFile
 from .study import Study
 
 HISTORY = "history.jsonl"
-CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir", "recipe"), True) | {
+CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "output_dir", "recipe"), True) | {
     "search": {"keep_models"}
 }
 """Keys of a study's file that may change while it runs: they change no run. The content of the

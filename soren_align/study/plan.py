@@ -115,7 +115,6 @@ def plan_study(
             "num_models": num_models,
             "num_requests_per_model": requests,
             "num_requests": requests and requests * num_models,
-            "contamination": evaluation["contamination"],
         }
     of_all, sections = study.search.model_dump()["space"], study.model_dump()["candidates"]
     return {
@@ -133,7 +132,6 @@ def plan_study(
         "search": study.search.model_dump(exclude={"space"}),
         "space": {name: of_all | sections[name]["space"] for name in plans},
         "verdict": study.verdict.model_dump(exclude={"assume"}),
-        "budget_hours": study.budget_hours,
         "candidates": candidates,
         "flops": total,
         "flops_are_upper_bound": not first["compute"]["tokens_are_measured"],
@@ -327,8 +325,6 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds"
     write("", f"{runs['verdict']:,} of the verdict: {fresh}")
     write("selection", f"by {search['metric']} of the held-out examples at the end of a run")
-    if plan["budget_hours"]:
-        write("budget", f"no trial starts after {plan['budget_hours']:g} hours of training")
 
     _print_space(plan, console)
     _print_cost(plan, console)
@@ -361,10 +357,6 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
             "eval",
             f"{section['suite']}, of {section['num_models']} models, the base once{requests}",
         )
-        for column, each in (section["contamination"] or {}).items():
-            if each["overlapping"]:
-                counts = f"{each['overlapping']:,} of {each['questions']:,} questions"
-                write("", f"{column}: {counts} are in the training examples")
     else:
         write("eval", "none: the verdict uses only the held-out examples")
 

@@ -184,8 +184,6 @@ class Study:
     """Faults found by the audit: with any, there is no verdict."""
     cautions: list[str] = field(default_factory=list)
     """Facts that weaken the conclusion: edges, overlaps, few seeds."""
-    contamination: dict[str, Any] | None = None
-    """Overlaps by column: {"questions", "overlapping", "examples_read"}."""
     num_questions: dict[str, int] = field(default_factory=dict)
     """The number by measure, of the held-out examples too; empty of a study with problems, whose
     answers are not read."""

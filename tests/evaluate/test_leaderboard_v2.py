@@ -192,7 +192,7 @@ def test_questions_of_one_text_are_one_cluster(results):
 
 def test_the_files_of_an_evaluation_have_the_normalized_points(suite, folder, scripts):
     """Points, samples and the exported records; the table has a row for each model."""
-    options = Eval(suite=suite.name, data_root=str(folder / "data"), limit=2, contamination=False)
+    options = Eval(suite=suite.name, data_root=str(folder / "data"), limit=2)
     output = folder / "output"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "InProcess", workers(scripts[0]))

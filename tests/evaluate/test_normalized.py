@@ -1,14 +1,12 @@
 """Normalized scores: 0 for answers at random, the plain mean of subtasks, and differences that can be tested."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from soren_align.core.errors import UserError
 from soren_align.evaluate.stats.intervals import score_points
 from soren_align.evaluate.stats.paired import ModelAnswers
-from soren_align.evaluate.stats.points import above_random, metric_points, normalize, points_without
-from soren_align.evaluate.stats.significance import compare_pairs, contamination_section
+from soren_align.evaluate.stats.points import above_random, metric_points, normalize
+from soren_align.evaluate.stats.significance import compare_pairs
 from soren_align.evaluate.suite import suites
 from soren_align.evaluate.suite.suites import load_suite, refuse_missing_packages
 
@@ -47,17 +45,6 @@ def test_a_metric_of_several_outcomes_is_the_mean_of_all_outcomes_and_a_sum_the_
     samples = [{"prompt": True, "inst": [True]}, {"prompt": False, "inst": [True, False, False]}]
     assert np.mean(metric_points(samples, "inst")) == 2 / 4
     assert np.mean(metric_points(samples, "prompt+inst")) == (1 / 2 + 2 / 4) / 2
-
-
-def test_without_some_questions_the_score_is_the_mean_of_the_subtasks_of_the_others():
-    points = [p for own in normalize(RAW, MUSR).values() for p in own]
-    subtasks = [name for name, own in RAW.items() for _ in own]
-    others = points_without(points, subtasks, [0, 1, 11])
-    assert others.mean() == pytest.approx(score_of({**RAW, "murder": [0, 1], "teams": [0, 0, 1, 0, 0]}, MUSR))
-    overlaps = SimpleNamespace(by_column=lambda: {"musr": {"overlapping": 3, "questions": 12, "indices": [0, 1, 11]}})
-    model = ModelAnswers({}, points={"musr": points}, subtasks={"musr": subtasks})
-    (score,) = contamination_section(overlaps, [("base", model)])["musr"]["scores"].values()
-    assert score["value"] == pytest.approx(100 * others.mean())
 
 
 def test_an_interval_of_a_normalized_score_may_lie_below_0():

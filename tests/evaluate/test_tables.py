@@ -53,8 +53,6 @@ def test_few_questions_have_no_interval_and_no_p():
     for row in results["rows"][1:]:
         row["differences"]["arc_challenge"] = difference | {"also": {"acc": difference}}
     results["rows"][2]["start"] = {"name": "SFT", "differences": {"arc_challenge": difference}}
-    overlaps = {"questions": 30, "overlapping": 11, "exact": 11, "examples_read": 9}
-    results["contamination"] = {"hellaswag": overlaps | {"scores": {"SFT": {"value": 50.0, "difference": difference}}}}
     page = tables.markdown(results)
     few, enough, average = cells(page)[2][1:]
     assert few[1:] == ["+60.0", "too few questions"]

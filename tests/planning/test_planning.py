@@ -221,13 +221,3 @@ def test_an_adapters_factors_have_no_typical_weight(planned):
     assert "(RMS of the change of a factor)" in summary_of(plan)
     whole, _ = planned("quickstart/sft", "eval=null")
     assert whole["typical_weight"] == 0.02
-
-
-def test_without_contamination_the_plan_has_one_line_about_it(planned):
-    plan, text = planned("quickstart/sft")
-    assert "none of the 360 questions is in the 960 training examples" in text
-    overlaps = plan["evaluation"]["contamination"]
-    overlaps = overlaps | {"zoo_mc": overlaps["zoo_mc"] | {"overlapping": 3, "exact": 1}}
-    summary = summary_of(plan | {"evaluation": plan["evaluation"] | {"contamination": overlaps}})
-    assert "zoo_mc: 3 of 120, 1 as a whole" in summary
-    assert "none of the" not in summary

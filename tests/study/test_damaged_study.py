@@ -12,7 +12,7 @@ from tests.support import command
 from tests.support.large_study import SMALL, plant, write_verdict
 
 RUN, EVALUATION = "verdict/soren/102", "verdict/soren/102/eval/open-llm-leaderboard-v1"
-WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock", "trials.jsonl"}
+WRITTEN = {"study.json", VERDICT, "history.jsonl", ".lock"}
 
 
 def cut(place, size=40):
@@ -35,7 +35,6 @@ REFUSED = {
     "another file as study.yaml": (put("study.yaml", "a: 1\n"), "study.yaml"),
     "a cut study.yaml": (cut("study.yaml"), "study.yaml"),
     "no study.yaml": (without("study.yaml"), "study's folder"),
-    "a cut list of trials": (put("trials.jsonl", '{"candidate": "soren"}\n{\n'), "trials.jsonl:1 "),
     "a cut recipe of a run": (cut(f"{RUN}/recipe.yaml"), "verdict/soren/102/recipe.yaml"),
     "a cut run.json": (cut(f"{RUN}/run.json"), "run.json"),
     "a run.json of something else": (put(f"{RUN}/run.json", "[]"), "run.json"),

@@ -1,16 +1,12 @@
 """Trials are drawn, selected and extended alike for all candidates, whatever the order in which runs end."""
 
-import hashlib
 import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-import optuna
 import pytest
-from optuna.distributions import FloatDistribution
-from optuna.trial import TrialState, create_trial
 from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
@@ -22,13 +18,9 @@ from soren_align.study.config import first_run, recipe_of_run
 from soren_align.study.declaration import declare
 from soren_align.study.runner import _move_another_setting
 from soren_align.study.runs import read_curve
-from soren_align.study.search import TRIALS, read_study
+from soren_align.study.search import read_study
 from soren_align.study.study import ENDED
 from tests.support.study_runs import end, end_all, progress_of, study_of
-
-METHODS = pytest.mark.parametrize(
-    "method", [["search.method=random"], ["search.method=tpe", "search.trials=6"]], ids=["random", "tpe"]
-)
 
 
 def loss_of(run):
@@ -37,7 +29,8 @@ def loss_of(run):
 
 
 def trials_of(study):
-    return progress_of(study).trials.parameters
+    progress = progress_of(study)
+    return {name: progress.trials(name) for name in study.candidates}
 
 
 @pytest.fixture
@@ -53,24 +46,8 @@ def concluded(study):
     return Path(study.output_dir)
 
 
-@pytest.mark.rest
-@METHODS
-def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, method):
-    drawn = []
-    for order in (1, -1):
-        folder = tmp_path / str(order)
-        folder.mkdir()
-        study = study_of(folder, *method)
-        end_all(study, loss_of, order=order)
-        drawn.append(trials_of(study))
-    assert drawn[0] == drawn[1]
-    values = [trial["optimizer.lr"] for trial in drawn[0]["soren"]]
-    assert len(set(values)) == len(values) == study.search.trials
-
-
 def test_all_candidates_have_the_same_points_in_their_own_intervals(tmp_path):
     study = study_of(tmp_path, "candidates.soren.space.optimizer.lr={low: 1.0e-2, high: 1.0}")
-    progress_of(study).update()
     drawn = trials_of(study)
     for own, other in zip(drawn["soren"], drawn["adamw"], strict=True):
         assert own["optimizer.lr"] == pytest.approx(10 * other["optimizer.lr"])
@@ -79,7 +56,6 @@ def test_all_candidates_have_the_same_points_in_their_own_intervals(tmp_path):
 @pytest.mark.parametrize("seed", range(5))
 def test_six_trials_leave_no_third_of_the_interval_empty(tmp_path, seed):
     study = study_of(tmp_path, "search.trials=6", f"search.sampling_seed={seed}")
-    progress_of(study).update()
     thirds = {int(3 * math.log(t["optimizer.lr"] / 1e-3) / math.log(100)) for t in trials_of(study)["soren"]}
     assert thirds == {0, 1, 2}
 
@@ -87,8 +63,7 @@ def test_six_trials_leave_no_third_of_the_interval_empty(tmp_path, seed):
 def test_a_grid_is_every_combination_once(tmp_path):
     lists = ["search.space.optimizer.lr=[0.001, 0.01]", "search.space.optimizer.weight_decay=[0.0, 0.1, 0.2]"]
     study = study_of(tmp_path, *lists, "search.method=grid", "search.trials=6")
-    progress_of(study).update()
-    points = {tuple(trial.values()) for trial in trials_of(study)["soren"]}
+    points = {(trial["optimizer.lr"], trial["optimizer.weight_decay"]) for trial in trials_of(study)["soren"]}
     assert points == {(lr, decay) for lr in (0.001, 0.01) for decay in (0.0, 0.1, 0.2)}
 
 
@@ -199,22 +174,6 @@ def test_failed_and_diverged_trials_are_results(study):
     assert any("soren: no trial has finished" in caution for caution in found)
 
 
-def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
-    study = study_of(tmp_path, "search.trials=6", "budget_hours=0.01")  # 36 s
-    progress = progress_of(study)
-    for run in progress.update()[:3]:
-        end(study, run, loss_of(run), seconds=15.0)
-    runs = progress.update()
-    search = [run for run in runs if run.stage == "search" and run.status not in ENDED]
-    assert [run.folder for run in search] == ["search/soren/01"]
-    assert progress.num_runs(runs) == {"search": 4, "verdict": 6}
-    end(study, search[0], 2.0)
-    result = read_study(Path(study.output_dir))
-    assert [len(each.trials) for each in result.candidates] == [2, 2]
-    found = [*cautions(result, study, [])]
-    assert "each candidate has 2 trials instead of the declared 6, because the budget ended" in found
-
-
 def at_the_end(run):
     """soren's loss is the lowest at the largest rate, adamw's within."""
     return 0.1 / run.parameters["optimizer.lr"] if run.candidate == "soren" else loss_of(run)
@@ -262,7 +221,7 @@ def test_a_study_is_extended_a_few_times_and_never_to_values_that_its_recipe_ref
 
 def test_another_study_is_refused_with_the_differences(tmp_path):
     progress_of(study_of(tmp_path)).update()
-    progress_of(study_of(tmp_path, "jobs=4", "budget_hours=2.0", "title=Mine"))
+    progress_of(study_of(tmp_path, "jobs=4", "title=Mine"))
     with pytest.raises(UserError, match=r"search.trials: 4 instead of 3"):
         progress_of(study_of(tmp_path, "search.trials=4"))
 
@@ -277,91 +236,12 @@ def test_a_changed_recipe_is_refused_too(tmp_path):
         progress_of(study_of(tmp_path, f"recipe={base}"))
 
 
-def test_a_line_that_a_kill_left_incomplete_is_dropped(study):
-    progress_of(study).update()
-    file = Path(study.output_dir) / TRIALS
-    content = file.read_bytes()
-    for size in (1, len(content.splitlines()[-1]) // 2, len(content.splitlines()[-1])):
-        file.write_bytes(content[: -size - 1])
-        assert sum(map(len, trials_of(study).values())) == 5  # nothing is written
+def test_a_run_with_other_values_than_its_trial_is_refused(study):
+    end_all(study, loss_of)
+    file = Path(study.output_dir) / "search/soren/01/recipe.yaml"
+    file.write_text(file.read_text().replace("lr: 0.0", "lr: 0.01", 1))
+    with pytest.raises(UserError, match=r"recipe\.yaml has other values than trial 2 of soren, .* rerun the same"):
         progress_of(study).update()
-        assert file.read_bytes() == content
-
-
-DAMAGES = {
-    "no JSON": lambda line: line.replace(b'":', b'"', 1),
-    "no object": lambda line: b"17\n",
-    "no parameters": lambda line: line.replace(b'"parameters"', b'"was"'),
-    "another key": lambda line: line.replace(b"optimizer.lr", b"optimizer.beta"),
-    "a text for a number": lambda line: line.replace(b'"optimizer.lr": ', b'"optimizer.lr": "a", "was": '),
-    "another number": lambda line: line.replace(b'"optimizer.lr": 0.0', b'"optimizer.lr": 0.01'),
-    "cut": lambda line: line[: len(line) // 2] + b"\n",
-}
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """A study that has ended, and the lines of its trials."""
-    study = study_of(tmp_path_factory.mktemp("ended"))
-    end_all(study, loss_of)
-    return study, (Path(study.output_dir) / TRIALS).read_bytes().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_trial_is_named_with_its_line(ended, damage):
-    study, lines = ended
-    file = Path(study.output_dir) / TRIALS
-    for number in (1, 4, len(lines)):
-        damaged = DAMAGES[damage](lines[number - 1])
-        assert damaged != lines[number - 1]
-        file.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
-        with pytest.raises(UserError) as refused:
-            study_search.Progress(file.parent).update()
-        refusal = str(refused.value)
-        place = f"in {file}, because one of the two files was" if damage == "another number" else f"{file}:{number} is"
-        assert place in refusal
-        assert "emove" in refusal
-        assert "rerun the same command" in refusal
-    file.write_bytes(b"".join(lines))
-
-
-@METHODS
-def test_without_the_file_of_its_trials_a_study_draws_them_again_and_repeats_no_run(tmp_path, method):
-    study = study_of(tmp_path, *method)
-    end_all(study, loss_of)
-    file = Path(study.output_dir) / TRIALS
-    before, lines = read_study(file.parent), file.read_bytes().splitlines()
-    file.unlink()
-    assert {run.status for run in progress_of(study).update()} == {"finished"}
-    assert read_study(file.parent) == before
-    assert sorted(file.read_bytes().splitlines()) == sorted(lines)
-
-
-def test_tpe_draws_what_optuna_draws_after_failed_and_diverged_trials_too(tmp_path):
-    study = study_of(tmp_path, "search.method=tpe", "search.trials=8")
-    space, trials = {"optimizer.lr": FloatDistribution(1e-3, 1e-1, log=True)}, []
-    for number, outcome in enumerate([2.0, 1.5, "diverged", "failed", 1.8, 1.7, 1.9, 1.6]):
-        waiting = [run for run in progress_of(study).update() if run.status == "waiting"]
-        (run,) = (run for run in waiting if run.candidate == "soren")
-        params = {"optimizer.lr": run.parameters["optimizer.lr"]}
-        if number >= 4:
-            digest = hashlib.sha256(f"0 {number}".encode()).digest()
-            sampler = optuna.samplers.TPESampler(seed=int.from_bytes(digest[:4], "little"), n_startup_trials=0)
-            reference = optuna.create_study(sampler=sampler)
-            reference.add_trials(trials)
-            assert params == reference.ask(space).params
-        error = "refused" if outcome == "failed" else None
-        end(study, run, outcome if isinstance(outcome, float) else 2.0, error=error, diverged=outcome == "diverged")
-        state = TrialState.FAIL if error else TrialState.COMPLETE
-        value = None if error else math.inf if outcome == "diverged" else outcome
-        trials.append(create_trial(state=state, value=value, params=params, distributions=space))
-
-
-def test_tpe_without_optuna_is_refused_with_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr("soren_align.study.config.find_spec", lambda name: None)
-    study_of(tmp_path)
-    with pytest.raises(UserError, match=r"search\.method: tpe needs Optuna, .* 'soren-align\[tpe\]'`, or write"):
-        study_of(tmp_path, "search.method=tpe")
 
 
 def test_the_study_is_plain_data(concluded):

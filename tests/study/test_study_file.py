@@ -75,7 +75,6 @@ def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_pa
     ("set.eval={suite: quickstart} | search.metric=eval_zoo_mc", "a benchmark, which must not select settings"),
     ("search.metric=eval_rewards/margins", "no metric of held-out examples; write eval_loss or"),
     ("search.method=grid", "a grid needs a list of values"),
-    ("search.pruning=median", "search.pruning: trials are not pruned: early in a schedule, settings rank"),
     ("search.space.optimizer.aux_lr==optimizer.rate", "but this key is not searched; write = and one of optimizer.lr"),
     ("search.space.optimizer.lr.low=0", "low must be more than 0, or write log: false"),
     ("search.space.optimizer.lr.high=1e-4", "low must be less than high"),

@@ -144,7 +144,6 @@ def test_texts_of_runs_are_no_code(tmp_path):
         candidates=[changed if each.name == changed.name else each for each in study.candidates],
         differences=[*study.differences, *(difference(each, "base", each, 1.0, 2.0) for each in HOSTILE)],
         cautions=[*HOSTILE],
-        contamination={each: {"scores": {each: {"value": 1.0, "change": 0.1}}} for each in HOSTILE},
         command=HOSTILE[0],
         versions=dict(zip(HOSTILE, HOSTILE, strict=True)),
         machine=HOSTILE[1],
@@ -246,7 +245,6 @@ def test_scores_carry_the_answers_against_the_reference(report):
     assert "▲ better than adamw" in report["report.md"]
     assert '<td class="number better">' in report["report.html"]
     assert "▲" in screen(study)
-    assert "| zoo_mc | 400 | 12 | 4 | 6,000 | base 71.0 (-0.5)<br>adamw 92.0 (-1.0) |" in report["report.md"]
 
 
 def changing_differences(study, measures, **changes):
@@ -307,7 +305,7 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         page, markdown = written(study, tmp_path)
         assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
         assert "There is no verdict" in markdown
-        absent = ("The search", "Along the runs", "Answers", "Contamination", "Every difference")
+        absent = ("The search", "Along the runs", "Answers", "Every difference")
         assert not any(f"\n## {heading}\n" in markdown for heading in absent)
         assert all(part.partition("\n")[2].strip() for part in markdown.split("\n## ")[1:])  # no section is empty
         screen(study)

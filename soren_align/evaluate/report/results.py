@@ -101,24 +101,6 @@ class Row(TypedDict):
     num_requests: NotRequired[Any]
 
 
-class CleanScore(TypedDict):
-    """A score without the questions that training examples contain, or that chose the weights."""
-
-    value: float
-    change: float
-    difference: NotRequired[Interval | None]
-
-
-class Contamination(TypedDict):
-    """Numbers of questions of a benchmark; see `significance.contamination_section`."""
-
-    questions: int
-    overlapping: int
-    exact: int
-    examples_read: int
-    scores: NotRequired[dict[str, CleanScore]]
-
-
 class PublishedRow(TypedDict):
     """Published scores of a model."""
 
@@ -145,7 +127,6 @@ class Results(TypedDict):
     rows: Annotated[list[Row], Field(min_length=1)]
     """The first one is the starting checkpoint."""
     published: list[PublishedRow]
-    contamination: NotRequired[dict[str, Contamination] | None]
     settings: Settings
     notes: list[str]
     intervals: NotRequired[bool]

@@ -180,17 +180,13 @@ def notes(results: Results, brief: bool = False) -> list[str]:
             "generated text ends with token:"
             f" {', '.join(f'{name} {token}' for name, token in eos.items())}"
         )
-    lines += [*_truncation(results), *_contamination(results), *results["notes"]]
+    lines += [*_truncation(results), *results["notes"]]
     return lines if brief else [*lines, *_settings(results)]
 
 
 def warnings(results: Results) -> list[str]:
-    """Return the notes that put the scores in question: questions in the training data, truncated
-    prompts, others.
-    """
-    is_found = any(each["overlapping"] for each in (results.get("contamination") or {}).values())
-    overlaps = _contamination(results) if is_found else []
-    return [*overlaps, *_truncation(results), *results["notes"]]
+    """Return the notes that put the scores in question: truncated prompts, and others."""
+    return [*_truncation(results), *results["notes"]]
 
 
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
@@ -367,50 +363,6 @@ def _truncation(results: Results) -> list[str]:
     }
     counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
     return [f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else []
-
-
-def _contamination(results: Results) -> list[str]:
-    """Return lines with the questions that the training examples contain, and the scores without
-    them.
-    """
-    from ..stats.contamination import NGRAM  # `show` and `runs` rarely need it
-
-    columns = results.get("contamination") or {}
-    lines, clean = [], [column for column, each in columns.items() if not each["overlapping"]]
-    for column, each in columns.items():
-        if column in clean:
-            continue
-        counts = (
-            f"{each['overlapping']:,} of {each['questions']:,} questions are in the training"
-            " examples"
-        )
-        whole = f"{each['exact']:,} as whole texts" if each["exact"] else ""
-        parts = each["overlapping"] - each["exact"]
-        how = ", ".join(
-            filter(None, (whole, f"{parts:,} with {NGRAM} words in a row" if parts else ""))
-        )
-        others = _others(each, each["overlapping"])
-        lines.append(f"contamination, {column}: {counts} ({how}); {others}")
-    if clean:
-        number = next(iter(columns.values()))["examples_read"]
-        lines.append(
-            f"contamination: no question of {', '.join(clean)} is in the {number:,} training"
-            f" examples, neither as a whole nor by {NGRAM} words in a row"
-        )
-    return lines
-
-
-def _others(each: Any, num_left_out: int) -> str:
-    """Return the scores of a column without some of its questions, and the differences."""
-    scores, is_too_few = [], each["questions"] - num_left_out < MIN_QUESTIONS
-    for row, score in each.get("scores", {}).items():
-        d = score.get("difference")
-        scores.append(
-            f"{row} {score['value']:.1f}{f', difference {_interval(d, is_too_few)}' if d else ''}"
-        )
-    return (
-        f"scores without these questions: {', '.join(scores)}" if scores else "no questions remain"
-    )
 
 
 def _settings(results: Results) -> list[str]:

@@ -140,8 +140,6 @@ class ModelResults(ModelAnswers):
             samples,
         )
         self.also_points[task.column] = also_points
-        if isinstance(task.num_choices, dict):
-            self.subtasks[task.column] = [question["task"] for question in questions]
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         if labels:
             self.clusters[task.column] = labels

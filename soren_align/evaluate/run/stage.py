@@ -24,15 +24,8 @@ from ...run.folder import RunFolder
 from ...run.provenance import commit, fingerprint
 from ..report import tables
 from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign
-from ..stats.contamination import Overlaps
 from ..stats.paired import points_json
-from ..stats.significance import (
-    compare,
-    compare_pairs,
-    contamination_section,
-    refuse_unlike,
-    unpaired,
-)
+from ..stats.significance import compare, compare_pairs, refuse_unlike, unpaired
 from ..suite.suites import Suite, check_suite, load_published, suite_of
 from ..suite.tasks import Tasks, num_questions
 from .backends import require_backend
@@ -59,14 +52,12 @@ def evaluate(
     cache: Path | None = None,
     console: Console | None = None,
     notes: Sequence[str] = (),
-    find_overlaps: Callable[[Tasks], Overlaps | str] | None = None,
 ) -> Results:
     """Evaluate the models in order; write the results and return them.
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the
     table.
-    find_overlaps: returns the questions that training examples contain, or the reason why these are
-    not known. Writes into `output`: results.json (as returned), points.json, table.md, scores.png,
+    Writes into `output`: results.json (as returned), points.json, table.md, scores.png,
     scores-dark.png, and samples/<row>/<column>.jsonl. Nothing is changed there before all models
     are evaluated.
     """
@@ -95,7 +86,6 @@ def evaluate(
         )
     for notice in notices:
         print_labelled(console, "notice", notice)
-    overlaps = find_overlaps(tasks) if find_overlaps else None
     model_options = Options(
         backend=options.backend,
         device=device,
@@ -132,15 +122,8 @@ def evaluate(
         "suite": suite.name,
         "rows": _result_rows(planned, evaluated, suite),
         "published": published,
-        "contamination": (
-            contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None
-        ),
         "settings": cast(Any, evaluated[0][1].settings | settings),
-        "notes": [
-            *suite.notes,
-            *notes,
-            *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else []),
-        ],
+        "notes": [*suite.notes, *notes],
     }
     points = points_json(dict(evaluated))
     results["points_sha256"] = hashlib.sha256(points.encode()).hexdigest()

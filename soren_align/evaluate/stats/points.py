@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 NumChoices = int | dict[str, int]
 """The number of choices of a column, or by subtask."""
 CLIPPED = "below random as 0"
@@ -81,25 +79,3 @@ def subtask_weights(sizes: Mapping[str, int]) -> dict[str, float]:
     """
     mean_size = sum(sizes.values()) / len(sizes)
     return {name: mean_size / size for name, size in sizes.items()}
-
-
-def points_without(
-    points: Sequence[float] | np.ndarray, subtasks: Sequence[str] | None, indices: Sequence[int]
-) -> np.ndarray:
-    """Return the points of the questions that are not in `indices`, such that their mean is the
-    score of these.
-
-    points: from `normalize`, or differences of such. subtasks: of each question, if the score is a
-    mean over subtasks.
-    """
-    others = np.delete(np.arange(len(points)), indices).tolist()
-    remaining = np.asarray(points, float)[others]
-    if subtasks is None:
-        return remaining
-    # The points were weighted for all questions. Without some of them the subtasks have other
-    # sizes, so that the old weights are divided out.
-    before, after = (
-        subtask_weights(Counter(subtasks)),
-        subtask_weights(Counter(subtasks[i] for i in others)),
-    )
-    return remaining * [after[subtasks[i]] / before[subtasks[i]] for i in others]

@@ -14,9 +14,7 @@ import numpy as np
 from scipy.special import stdtr
 
 from ...core.errors import UserError
-from .contamination import Overlaps
 from .paired import MODELS_OWN, Z95, ModelAnswers, Paired, cluster_numbers, holm, least_p, t95
-from .points import points_without
 
 RESAMPLES = 10_000
 LARGE = 100_000
@@ -248,43 +246,3 @@ def _percent(value: float, low: float, high: float, p: float) -> dict[str, float
         "high": 100 * min(float(high), max(1.0, float(value))),
         "p": p,
     }
-
-
-def contamination_section(
-    overlaps: Overlaps, rows: Sequence[tuple[str, ModelAnswers]]
-) -> dict[str, Any]:
-    """Return results.json's "contamination": `Overlaps.by_column`, with the scores without the
-    overlapping questions.
-
-    "scores": by row, if some questions overlap and others do not, {"value": the score of the others
-    in percent, "change": from the score of all; "difference": to the first row, as in the row's
-    "differences" but without Holm's correction; if it is compared}.
-    """
-    section = overlaps.by_column()
-    for column, entry in section.items():
-        if 0 < entry["overlapping"] < entry["questions"]:
-            entry["scores"] = _scores_without(entry["indices"], column, rows)
-    return section
-
-
-def _scores_without(
-    indices: Sequence[int], column: str, rows: Sequence[tuple[str, ModelAnswers]]
-) -> dict[str, Any]:
-    """Return the scores of the other questions of a column, by row; see `contamination_section`."""
-    first, scores = rows[0][1], {}
-    for name, results in rows:
-        subtasks = results.subtasks.get(column)
-        value = 100 * float(points_without(results.points[column], subtasks, indices).mean())
-        score: dict[str, Any] = {
-            "value": value,
-            "change": value - 100 * statistics.fmean(results.points[column]),
-        }
-        if results is not first and column not in unpaired(first, results):
-            each, clusters = pair_column(first, results, column)
-            if clusters is not None:
-                clusters = cluster_numbers(np.delete(clusters, indices).tolist())
-            score["difference"] = _difference(
-                [Paired(points_without(each, subtasks, indices), clusters)]
-            )
-        scores[name] = score
-    return scores

@@ -139,7 +139,6 @@ def contents(study: Study, folder: Path) -> dict[str, Any]:
         "levels": levels,
         "costs": cost_table(study, are_comparable(loads)),
         "unequal_loads": () if are_comparable(loads) else (min(loads), max(loads)),
-        "contamination": contamination_table(study),
         "runs": run_table(study),
         "file": json.dumps(study.file, indent=1, ensure_ascii=False, default=str),
         "legend": figures.legend(study),
@@ -366,22 +365,6 @@ def cost_table(study: Study, is_comparable: bool) -> Table:
         ]
         rows.append(row)
     return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
-
-
-def contamination_table(study: Study) -> Table:
-    """Return for each benchmark the questions that the training examples contain, and the scores
-    without them.
-    """
-    rows = []
-    for column, overlap in (study.contamination or {}).items():
-        keys = ("questions", "overlapping", "exact", "examples_read")
-        scores = [
-            f"{name} {score['value']:.1f} ({score['change']:+.1f})"
-            for name, score in overlap.get("scores", {}).items()
-        ]
-        rows.append([column, *(number(overlap.get(key)) for key in keys), "\n".join(scores) or "-"])
-    head = ["", "questions", "overlapping", "as a whole", "examples read"]
-    return Table([*head, "scores without these (change)"], rows)
 
 
 def run_table(study: Study) -> Table:
