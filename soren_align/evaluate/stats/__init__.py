@@ -1,1 +1,1 @@
-"""Statistics of scores: paired comparisons, intervals, contamination."""
+"""Statistics of scores: paired comparisons, intervals, power."""
