@@ -77,7 +77,6 @@ the same as for `sft`.
 
     soren-align stats base/ tuned/
     soren-align stats gpt.csv llama.csv --score correct --cluster topic
-    soren-align stats --plan 2 --expected 70
 """,
     "chat": """\
 If you name an adapter, its base model is loaded too. In a terminal, you can ask several questions in one conversation.

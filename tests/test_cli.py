@@ -210,8 +210,6 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message
     ("new mine --question a --answer b", "--question, --answer: have no effect without --data; add --data FILE"),
     ("stats a b --json --markdown", "--markdown: has no effect with --json"),
     ("stats a b --metric acc --score s", "--metric: has no effect with --score, which names the column"),
-    ("stats --plan 2 --average --markdown", "--average, --markdown: have no effect with --plan"),
-    ("stats --plan 2 --id a --common", "--id, --common: have no effect without results; name a file or folder"),
 ])  # fmt: skip
 def test_an_option_without_effect_is_refused(tmp_path, arguments, message):
     refused = run(*arguments.split(), cwd=tmp_path, code=2)

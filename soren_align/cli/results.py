@@ -7,19 +7,6 @@ import typer
 from ..core.errors import UserError
 from .grammar import WITH_JSON, AsJson, refuse_options
 
-OF_RESULTS = (
-    "reference",
-    "metric",
-    "id_",
-    "score",
-    "task",
-    "cluster",
-    "max_score",
-    "group",
-    "common",
-)
-"""The options of `stats` that name columns of the results, or select what to compare."""
-
 
 def stats(
     context: typer.Context,
@@ -57,7 +44,6 @@ def stats(
             metavar="COLUMN", help="The column of scores: numbers from 0 to 1, or true and false."
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of tasks.")] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -69,47 +55,12 @@ def stats(
             ),
         ),
     ] = None,
-    max_score: Annotated[
-        float, typer.Option(min=1e-9, metavar="N", help="The largest possible score. Default: 1.")
-    ] = 1.0,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PREFIX",
-            help=(
-                "Join all tasks whose names begin with this text, such as mmlu, to one task. Each"
-                " of them is one "
-                "cluster. You can repeat this option."
-            ),
-        ),
-    ] = None,
     common: Annotated[
         bool, typer.Option("--common", help="Compare only the questions that all models have.")
     ] = False,
     average: Annotated[
         bool, typer.Option("--average", help="Also compare the means over the tasks.")
     ] = False,
-    plan: Annotated[
-        float | None,
-        typer.Option(
-            metavar="POINTS",
-            help="Print how many questions are needed to detect a difference of POINTS.",
-        ),
-    ] = None,
-    expected: Annotated[
-        float | None,
-        typer.Option(
-            metavar="PERCENT", help="With --plan: the expected score. Default: the file's, or 50."
-        ),
-    ] = None,
-    questions: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="With --plan: also print the difference that N questions can detect.",
-        ),
-    ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
@@ -121,31 +72,15 @@ def stats(
     from ..evaluate.answers import comparison
     from ..evaluate.answers.files import Columns
 
-    columns = Columns(tuple(metric or ()), id_, score, task, cluster, max_score)
-    settings: dict[str, Any] = {
-        "reference": reference,
-        "groups": group or (),
-        "common": common,
-        "as_json": as_json,
-    }
+    columns = Columns(tuple(metric or ()), id_, score, cluster)
+    settings: dict[str, Any] = {"reference": reference, "common": common, "as_json": as_json}
     # Options without an effect are refused, not ignored: who writes one expects something of it.
     if as_json:
         refuse_options(context, ["as_markdown"], "with --json")
     if score is not None:
         refuse_options(context, ["metric"], "with --score, which names the column")
-    if plan is not None:
-        refuse_options(context, ["average", "as_markdown"], "with --plan")
-        if not results:
-            refuse_options(
-                context, OF_RESULTS, "without results", "name a file or folder per model"
-            )
-        comparison.plan(
-            plan, results or (), columns, expected=expected, questions=questions, **settings
-        )
-        return
     if not results:
-        raise UserError("stats: no results; name a file or folder per model, or add --plan POINTS")
-    refuse_options(context, ["expected", "questions"], "without --plan", "add --plan POINTS")
+        raise UserError("stats: no results; name a file or folder per model")
     comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)
 
 

@@ -12,7 +12,7 @@ from soren_align.evaluate.answers.comparison import align, make_results, read_mo
 from soren_align.evaluate.answers.files import Columns
 from soren_align.evaluate.stats.intervals import average, score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
-from soren_align.evaluate.stats.power import Part, detectable_by, part_of, questions_for
+from soren_align.evaluate.stats.power import detectable_by, part_of
 from soren_align.evaluate.stats.significance import compare
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
@@ -154,7 +154,7 @@ def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_
     (_, d) = comparisons(f"adamw={a}", f"soren={b}", "--reference", "adamw")
     assert (d["model"], d["difference"]) == ("soren", pytest.approx(50))
     assert "two models have the name SFT; write NAME=" in run(a, b, code=2).stderr
-    for option in (["--metric", "acc"], ["--max-score", 10]):
+    for option in (["--metric", "acc"], ["--cluster", "x"]):
         assert "which has one metric per task; remove --metric" in run(f"x={a}", f"y={b}", *option, code=2).stderr
     own_evaluation(a / "eval/other", base=10, SFT=20)
     assert "was evaluated with 2 suites (other and zoo); name one: " in run(a, code=2).stderr
@@ -216,7 +216,7 @@ def test_different_questions_are_refused_or_left_out(tmp_path):
     assert [d["task"] for d in comparisons(two, other, "--common")] == ["arc"]
 
 
-def test_clusters_groups_and_names(tmp_path):
+def test_clusters_averages_and_names(tmp_path):
     paths = [lm_eval(tmp_path / name, right) for name, right in RIGHT.items()]
     (d,) = comparisons(*paths, "--cluster", "doc.passage")
     columns = [np.array(right, float) for right in RIGHT.values()]
@@ -225,21 +225,11 @@ def test_clusters_groups_and_names(tmp_path):
     assert (d["p"], d["num_clusters"]) == (compare(rows, False)[1]["x"]["p"], 12)
     for name, right in RIGHT.items():
         lm_eval(tmp_path / name, right[::-1], task="arc_easy")
-    (d,) = comparisons(*paths, "--group", "arc")
-    assert (d["task"], d["n"], d["num_clusters"]) == ("arc", 2 * N, 2)
     assert [d["task"] for d in comparisons(*paths, "--average")] == ["arc", "arc_easy", "average"]
     assert [d["model"] for d in comparisons(*paths, "--reference", "b")] == ["a"] * 2
     assert "no model has the name c" in run(*paths, "--reference", "c", code=2).stderr
     assert "two models have the name x" in run(f"x={paths[0]}", f"x={paths[1]}", code=2).stderr
     assert "has results in 2 folders" in run(tmp_path, code=2).stderr
-
-
-def test_scores_on_another_scale_are_divided(tmp_path):
-    a = table(tmp_path, "a", [f"{i},{i % 11}" for i in range(50)])
-    b = table(tmp_path, "b", [f"{i},{min(i % 11 + 1, 10)}" for i in range(50)])
-    assert "a.csv:4: score is 2, but scores are from 0 to 1; name the largest" in run(a, b, code=2).stderr
-    (d,) = comparisons(a, b, "--max-score", "10")
-    assert d["difference"] == pytest.approx(100 * (46 / 50) / 10)
 
 
 GOOD = "id,score\n" + "".join(f"q{i},{i % 2}\n" for i in range(30))
@@ -250,10 +240,10 @@ BAD = {
     "nan.csv": (b"id,score\nq0,1\nq1,nan\n", "nan.csv:3: score is 'nan', which is not a number"),
     "missing.csv": (b"id,score\nq0,1\nq1,\n", "missing.csv:3: score is ''"),
     "null.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "score": null}\n', "null.jsonl:2: score is 'None'"),
-    "minus.csv": (b"id,score\nq0,-1.5\n", "scores are from 0 to 1; choose another --metric"),
+    "minus.csv": (b"id,score\nq0,-1.5\n", "scores are from 0 to 1; divide the scores, or choose another --metric"),
     "twice.csv": (b"id,score\nq0,1\nq1,1\nq0,0\n", "twice.csv:4: the question q0 occurs a second time"),
     "cut.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "sco', "cut.jsonl:2: is not JSON"),
-    "indented.json": (b'{\n "results": {\n "arc": 1}}', "has no answers to single questions"),
+    "indented.json": (b'{\n "results": {\n "arc": 1}}', "indented.json:1: is not JSON"),
     "short.csv": (b"id,score\nq0,1\nq1\n", "short.csv:3: has 1 fields, but the header has 2"),
     "latin.csv": ("id,score,text\nq0,1,é\n".encode("latin-1"), "is neither text in UTF-8"),
     "cut.parquet": (b"PAR1abc", "is no valid Parquet file"),
@@ -270,38 +260,6 @@ def test_a_bad_file_gets_one_sentence(name, tmp_path):
     assert problem in result.stderr
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert "; " in result.stderr  # the remedy
-
-
-def test_the_planned_number_of_questions_finds_the_difference_with_this_power():
-    """Simulated: right or wrong answers, 20% of them differ, a true difference of 5 points."""
-    share, difference = 0.2, 0.05
-    n = questions_for(difference, Part(share - difference**2, 1.0), 1)
-    rng = np.random.default_rng(0)
-    shares = [(share + difference) / 2, (share - difference) / 2, 1 - share]
-    significant = []
-    for won, lost, _ in rng.multinomial(n, shares, 2000):
-        each = np.repeat([1.0, -1.0, 0.0], [won, lost, n - won - lost])
-        a, b = ModelAnswers({}, {"x": np.zeros(n)}), ModelAnswers({}, {"x": each})
-        significant.append(compare([("a", a), ("b", b)], False)[1]["x"]["p"] < 0.05)
-    assert np.mean(significant) == pytest.approx(0.8, abs=0.06)  # McNemar's exact test is conservative: 0.76
-
-
-def test_a_plan_needs_no_file_one_or_two(tmp_path):
-    a = table(tmp_path, "a", [f"q{i},{int(i % 10 < 7)}" for i in range(500)])
-    b = table(tmp_path, "b", [f"q{i},{int(i % 10 < 7 or i % 50 == 9)}" for i in range(500)])
-
-    def cases(*arguments):
-        return json.loads(run(*arguments, "--plan", 2, "--json").stdout)["cases"]
-
-    assert [case["share_that_differs"] for case in cases()] == [0.05, 0.1, 0.2, 0.5]
-    of_1000 = cases("--expected", 70, "--questions", 1000)
-    assert cases("--expected", 70) == [case | {"questions": 1000} for case in of_1000]
-    assert [round(case["share_that_differs"], 6) for case in cases(a)] == [0.05, 0.1, 0.2, 0.42]
-    (measured,) = cases(a, b)
-    assert measured["share_that_differs"] == 0.02
-    smaller = json.loads(run(a, b, "--plan", 1, "--json").stdout)["cases"][0]["questions_needed"]
-    assert 3.9 < smaller / measured["questions_needed"] < 4.1
-    assert "2 points" in " ".join(run(a, "--plan", 2).stdout.split())
 
 
 @pytest.mark.process

@@ -5,7 +5,6 @@ table.
 import json
 import sys
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ import numpy as np
 
 from ...core.errors import UserError, did_you_mean
 from ...core.files import local_path
-from ...core.text import Table, Terminal, count, join_words, number, print_labelled
+from ...core.text import Terminal, count, join_words, print_labelled
 from ..report.results import NAME, Results, evaluations, read_results
 from ..report.tables import has_too_few, markdown, terminal
 from ..stats.intervals import average, score_points
 from ..stats.paired import ModelAnswers, read_points
-from ..stats.power import POWER, Part, detectable_by, mean_part, part_of, questions_for
+from ..stats.power import POWER, Part, detectable_by, mean_part, part_of
 from ..stats.significance import compare, pair_column, unpaired
 from .files import SAMPLES, Columns, Scores, read_scores
 
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 AVERAGE = "average"
-SHARES = (0.05, 0.1, 0.2)
-"""Shares of answers that differ between two models, where a plan has no two models to measure it:
-two runs of one training differ in 6 to 10% (study/estimates.py, `Assumed`), different models in
-more."""
-QUESTIONS = 1000
-"""The number of questions of a plan without a file."""
 REMEDY = "add --common to compare only the tasks and questions that all models have"
 
 Model = dict[str, Scores]
@@ -61,8 +54,8 @@ def read_models(arguments: Sequence[str], columns: Columns) -> dict[str, Model]:
             if columns != Columns():
                 raise UserError(
                     f"{path}: is a folder of results of soren-align, which has one metric per task;"
-                    " remove --metric, --id, --score, --task, --cluster and --max-score, or name"
-                    " the folder of one model in its samples folder"
+                    " remove --metric, --id, --score and --cluster, or name the folder of one model"
+                    " in its samples folder"
                 )
             rows = _own_rows(path)
         else:
@@ -295,14 +288,13 @@ def stats(
     columns: Columns,
     *,
     reference: str | None = None,
-    groups: Sequence[str] = (),
     common: bool = False,
     mean: bool = False,
     as_json: bool = False,
     as_markdown: bool = False,
 ) -> None:
     """Print the table of the models, what it shows, and what so many questions can detect."""
-    models, answers, notes = load(arguments, columns, reference, groups, common)
+    models, answers, notes = load(arguments, columns, reference, common)
     first, *later = answers
     mean = mean or any(scores.has_average for scores in models[first].values())
     metrics = {task: scores.metric for task, scores in models[first].items()}
@@ -353,15 +345,11 @@ def stats(
             console, "power", power if known else "too few questions to detect any difference"
         )
     else:
-        print_labelled(console, "next", "name a second model to compare, or add --plan POINTS")
+        print_labelled(console, "next", "name a second model to compare")
 
 
 def load(
-    arguments: Sequence[str],
-    columns: Columns,
-    reference: str | None,
-    groups: Sequence[str],
-    common: bool,
+    arguments: Sequence[str], columns: Columns, reference: str | None, common: bool
 ) -> tuple[dict[str, Model], dict[str, ModelAnswers], list[str]]:
     """Return the models, the reference first, their points on the same questions, and notes."""
     models = read_models(arguments, columns)
@@ -371,21 +359,6 @@ def load(
             raise UserError(f"--reference: no model has the name {reference}{hint}")
         models = {reference: models[reference]} | models
     answers, notes = align(models, common)
-    # the tasks whose names begin with it become one, with the tasks as clusters
-    for prefix in groups:
-        tasks = list(answers[next(iter(models))].points)
-        names = [task for task in tasks if task.startswith(prefix)]
-        if not names:
-            remedy = did_you_mean(prefix, tasks, "correct --group")
-            raise UserError(f"--group {prefix}: no task begins with it{remedy}")
-        for model in answers.values():
-            sizes = {name: len(model.points[name]) for name in names}
-            labels = [model.clusters.pop(n, [n] * size) for n, size in sizes.items()]
-            joined = np.concatenate([model.points.pop(name) for name in names])
-            model.points[prefix] = joined  # pyright: ignore[reportArgumentType]
-            model.clusters[prefix] = [label for own in labels for label in own]
-            hashes = [pair for name in names for pair in model.prompt_hashes.pop(name, [])]
-            model.prompt_hashes |= {prefix: hashes} if hashes else {}
     return models, answers, notes
 
 
@@ -446,97 +419,3 @@ def _json(
         "not_compared": skipped,
         "notes": results["notes"],
     }
-
-
-def plan(
-    points: float,
-    arguments: Sequence[str],
-    columns: Columns,
-    *,
-    reference: str | None = None,
-    groups: Sequence[str] = (),
-    common: bool = False,
-    expected: float | None = None,
-    questions: int | None = None,
-    as_json: bool = False,
-) -> None:
-    """Print the number of questions that a difference of so many points needs.
-
-    From two models, by the variance of their differences. From one, or from an expected score in
-    percent, for several shares of answers that differ. questions: also print what so many questions
-    detect; default: those of the file.
-    """
-    if not isfinite(points) or not 0 < points < 100:
-        raise UserError(f"--plan: found {points:g}; write a number of points between 0 and 100")
-    if expected is not None and not 0 <= expected <= 100:
-        raise UserError(f"--expected: found {expected:g}; write a score in percent, from 0 to 100")
-    cases: list[tuple[str, float, Part, int]] = []
-    """The name, the share of answers that differ, the variance of a mean difference over so many
-    questions."""
-    # Two models measure the share of answers that differ; one, or none, leaves it open.
-    num_tests, answers = 1, {}
-    if arguments:
-        _, answers, _ = load(arguments, columns, reference, groups, common)
-    if len(answers) > 1:
-        if expected is not None:
-            raise UserError(
-                "--expected: has no effect on several models, whose scores are known; remove this"
-                " option"
-            )
-        (_, first), *later = answers.items()
-        num_tests = len(later) * len(first.points)
-        for name, model in later:
-            for task in first.points:
-                column, part = pair_column(first, model, task), variance_of(first, model, task)
-                share = float(np.count_nonzero(column.each)) / len(column.each)
-                cases.append((f"{name}, {task}", share, part, len(column.each)))
-    else:
-        model = next(iter(answers.values()), None)
-        scores = (
-            {task: float(np.mean(each)) for task, each in model.points.items()}
-            if model
-            else {"": 0.5}
-        )
-        for task, score in scores.items():
-            score = score if expected is None else expected / 100
-            num = len(model.points[task]) if model else QUESTIONS
-            # 2 s (1 - s) is the share for two independent models with this score.
-            for share in sorted({*SHARES, 2 * score * (1 - score)} - {0.0}):
-                # Of a difference that is -1, 0 or 1 the variance is share - difference^2; a share
-                # below the difference is impossible.
-                variance = (
-                    max(share - (points / 100) ** 2, 0.0) if share > points / 100 else float("inf")
-                )
-                label = f"{task} " * bool(task) + f"at {100 * score:.1f}%"
-                cases.append((label, share, Part(variance / num, num - 1.0), num))
-    # Holm's first threshold: the difference has to be found among all of them.
-    entries = []
-    for name, share, part, num in cases:
-        size, is_known = questions or num, isfinite(float(part.variance))
-        needed = questions_for(points / 100, part, num, num_tests) if is_known else None
-        scaled = Part(part.variance * num / size, max(part.degrees * size / num, 1.0))
-        effect = detectable_by(scaled, num_tests) if is_known else None
-        entries.append({"case": name, "share_that_differs": share, "questions_needed": needed, "questions": size,
-                        "detectable": 100 * effect if effect else None})  # fmt: skip
-    if as_json:
-        content = {"points": points, "power": POWER, "num_tests": num_tests, "cases": entries}
-        sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        return
-    console = Terminal()
-    console.print(f"How many questions? Two-sided p < 0.05, power {POWER:.0%}\n", highlight=False)
-    rows = [[entry["case"], f"{entry['share_that_differs']:.1%}", number(entry["questions_needed"]),
-             f"{number(entry['detectable'], '.1f')} with {entry['questions']:,}"] for entry in entries]  # fmt: skip
-    needs = f"questions for\n{points:g} point{'s' * (points != 1)}"
-    console.print(
-        Table(["", "answers that\ndiffer", needs, "points with\nquestions"], rows).rich(),
-        highlight=False,
-    )
-    console.print()
-    notice = (
-        "for one comparison. The largest share is that of two unrelated models; a model and the"
-        " checkpoint that it was trained from differ in fewer answers. Two results measure it:"
-        " stats A B --plan N"
-    )
-    if len(answers) > 1:
-        notice = f"Holm's first threshold for {count(num_tests, 'comparison')}"
-    print_labelled(console, "notice", notice)

@@ -54,35 +54,6 @@ def detectable_by(part: Part, num_tests: int = 1) -> float | None:
     return detectable(sqrt(part.variance), float(part.degrees), margin)
 
 
-def questions_for(
-    difference: float, part: Part, num_questions: float, num_tests: int = 1
-) -> int | None:
-    """Return the number of questions that detect a true difference, if all are like these.
-
-    part: the variance of the mean difference over `num_questions` questions. None: more than 10^12.
-    """
-
-    def is_enough(n: int) -> bool:
-        # The variance shrinks, and the degrees of freedom grow, with the number of questions, as if
-        # the additional ones were drawn from the same benchmark.
-        scale = n / num_questions
-        effect = detectable_by(
-            Part(part.variance / scale, max(part.degrees * scale, 1.0)), num_tests
-        )
-        return effect is None or effect <= difference
-
-    # Doubling, then bisection: the detectable effect falls with n, and has no closed form.
-    low, high = 1, 2
-    while not is_enough(high):
-        low, high = high, 2 * high
-        if high > 10**12:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
-
-
 def part_of(column: Paired, smooth: bool = False) -> Part:
     """Return the variance of a mean over questions.
     smooth: as if each model had won one more (Bonett, Price 2012).
