@@ -515,16 +515,16 @@ class _Mistake:
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
                 return (
-                    f"found {value!r}; write"
-                    f" {join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
+                    f"found {value!r}; write "
+                    f"{join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
                 )
             case "model_type" if hint and isinstance(value, list):
                 return f"found a list; {hint}"
             case "model_type" | "dict_type":
                 is_section = key and self.section.model_fields  # and no JSON's object
                 return (
-                    f"found {value!r};"
-                    f" {self._section_remedy(value) if is_section else 'write a mapping'}"
+                    f"found {value!r}; "
+                    f"{self._section_remedy(value) if is_section else 'write a mapping'}"
                 )
             case "too_short":
                 least = self.error["ctx"]["min_length"]

@@ -24,7 +24,6 @@ SIZES = ("test_split_size", "val_set_size", "val_size")
 FILE_FORMATS = ("json", "parquet", "csv", "text")
 """Formats that `path` names where `data_files` names the files."""
 INFO = "dataset_info.json"
-_CONVERTED = ("path", "split", "at", "revision", "config", "weight")
 _EVALUATION = ("dataset_test_split", "test_datasets", "eval_dataset")
 
 

@@ -110,8 +110,7 @@ def split_layout(
         if not all(isinstance(block, int) for block in blocks):
             raise ValueError(
                 f"{place}: the order of {projections} in {model_type} is not known; write {row} "
-                "counts if each "
-                f"projection's {row}s are adjacent, or [heads]"
+                f"counts if each projection's {row}s are adjacent, or [heads]"
             )
     # Row counts need no knowledge of the architecture, so that they work for any weight; names are
     # translated by the model's config.
@@ -136,9 +135,8 @@ def split_layout(
     # `WeightLayout.split` can view as equal parts only.
     if is_transposed and len({size for _, size in named}) > 1:
         raise ValueError(
-            f"{place}: stores its projections in columns, and blocks of columns need equal sizes, "
-            f"not {text}; remove "
-            "this name"
+            f"{place}: stores its projections in columns, and blocks of columns need equal "
+            f"sizes, not {text}; remove this name"
         )
     names, sizes = zip(*named, strict=True)
     return WeightLayout(is_transposed, names, sizes=sizes)
@@ -173,8 +171,7 @@ def _head_dim(name: str, place: str, config: Any) -> int:
         return size
     raise ValueError(
         f"{place}: the model's config does not state the number of attention heads "
-        "(num_attention_heads); "
-        "write row counts"
+        "(num_attention_heads); write row counts"
     )
 
 

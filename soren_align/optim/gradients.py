@@ -68,15 +68,13 @@ def checked_numbers(
             ):
                 raise ValueError(
                     f"{optimizer} updates whole matrices, but {name} is a shard of shape "
-                    f"{tuple(parameter.shape)}; set "
-                    "the optimizer's sharding strategy (soren_align.sharding). FSDP1 is not "
-                    "supported; use FSDP2"
+                    f"{tuple(parameter.shape)}; set the optimizer's sharding strategy "
+                    "(soren_align.sharding). FSDP1 is not supported; use FSDP2"
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(
                     f"{optimizer} needs dense gradients, but the gradient of {name} is "
-                    f"{parameter.grad.layout}; create "
-                    "the embedding with sparse=False"
+                    f"{parameter.grad.layout}; create the embedding with sparse=False"
                 )
         if known_norm is None:
             numbers = _squared_norms(with_rules, state)

@@ -178,17 +178,15 @@ def refuse_combinations(group: Mapping[str, Any], where: str) -> None:
     ):
         raise ValueError(
             f"{where} second_moment_beta: has no effect without a second moment; write "
-            "second_moment='rows' or "
-            "'elements'"
+            "second_moment='rows' or 'elements'"
         )
     if (
         not group["adjust_lr_fn"].startswith("match_rms_")
         and group["match_rms"] != default.MATCH_RMS
     ):
         raise ValueError(
-            f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; write "
-            "'match_rms_measured' "
-            "or 'match_rms_adamw'"
+            f"{where} match_rms: has no effect with adjust_lr_fn={group['adjust_lr_fn']!r}; "
+            "write 'match_rms_measured' or 'match_rms_adamw'"
         )
 
 
@@ -205,16 +203,14 @@ def refuse_changed_settings(
     if len(saved) != len(current):
         raise ValueError(
             f"the checkpoint has {len(saved)} parameter groups, but this optimizer has "
-            f"{len(current)}; build the same "
-            "groups"
+            f"{len(current)}; build the same groups"
         )
     # their codes have the momentum's shape, and would be taken for its numbers
     if any(group.get("states") == "8bit" for group in saved):
         raise ValueError(
             "the checkpoint has 8-bit optimizer states, which this version does not read; resume "
-            "with the version of "
-            "soren-align that wrote it, or start again, with momentum_dtype: bfloat16 if memory is "
-            "short"
+            "with the version of soren-align that wrote it, or start again, with momentum_dtype: "
+            "bfloat16 if memory is short"
         )
     # All at once: who has changed three settings need not resume three times to learn of them.
     differences = [

@@ -194,16 +194,15 @@ def _refuse_strangers(
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "the model is wrapped by FSDP1 (FullyShardedDataParallel), which flattens matrices; "
-            "use FSDP2 "
-            "(torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or DeepSpeed"
+            "use FSDP2 (torch's fully_shard, or fsdp_version: 2 in accelerate's config), DDP or "
+            "DeepSpeed"
         )
     for parameter, (first, *_) in parameters.items():
         # Another library's factors would be routed as linear layers without a word.
         if ".lora_" in first.name and parameter not in of_peft:
             raise ValueError(
-                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make LoRA "
-                "adapters with PEFT, "
-                "or rename the parameter"
+                f"{first.name} has the name of a LoRA factor, but PEFT did not make it; make "
+                "LoRA adapters with PEFT, or rename the parameter"
             )
     names = [o.name for occurrences in parameters.values() for o in occurrences]
     for glob in aux:
@@ -341,11 +340,9 @@ def param_groups(
             shape = " x ".join(map(str, last.shape))
             warnings.warn(
                 f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in "
-                "sequence), so the "
-                f"weights of all linear layers are matrices. If the last linear layer, {last.name} "
-                f"({shape}), is the "
-                f"output layer, write aux=[{last.name!r}], so that AdamW updates the output layer, "
-                "as in other models",
+                "sequence), so the weights of all linear layers are matrices. If the last linear "
+                f"layer, {last.name} ({shape}), is the output layer, write aux=[{last.name!r}], "
+                "so that AdamW updates the output layer, as in other models",
                 stacklevel=2,
             )
     if not any(r.rule == "spectral" for r in routes):
@@ -433,9 +430,9 @@ def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[st
         return []
     most = max((row for row in table if row["rule"] == "adamw"), key=lambda row: row["numel"])
     return [
-        f"{optimizer} updates only {share:.1%} of the trained parameters. AdamW updates the other "
-        "parameters, with "
-        f"optimizer.aux_lr; most of them are of this kind: {most['reason']}"
+        f"{optimizer} updates only {share:.1%} of the trained parameters. AdamW updates the "
+        "other parameters, with optimizer.aux_lr; most of them are of this kind: "
+        f"{most['reason']}"
     ]
 
 

@@ -119,8 +119,7 @@ def loaded_state(
                 )
                 raise ValueError(
                     f"the checkpoint has a {noun} of {shape} for {name} of shape "
-                    f"{tuple(parameter.shape)}; "
-                    "load a checkpoint of this model"
+                    f"{tuple(parameter.shape)}; load a checkpoint of this model"
                 )
             # Without torch's own cast to the parameter's dtype, which would round bfloat16's
             # float32 momentum. A tensor that is on the GPU already is not copied: on resuming, a
@@ -137,9 +136,8 @@ def loaded_state(
         ]
         if wrong:
             raise ValueError(
-                f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; resume "
-                "from another "
-                "checkpoint"
+                f"the checkpoint lacks this rank's part of the state {wrong[0]} of {name}; "
+                "resume from another checkpoint"
             )
         dtype = map_dtype(parameter)
         loaded[parameter] |= {

@@ -62,8 +62,7 @@ class FSDP2Strategy(RankStrategy):
             if rest:
                 raise ValueError(
                     f"{key} of {name}, which is stored as [inputs, outputs], is not supported "
-                    "under FSDP2; use DDP "
-                    "or ZeRO"
+                    "under FSDP2; use DDP or ZeRO"
                 )
             shapes[key] = (len(parameter), columns)
         return shapes
@@ -91,6 +90,6 @@ class FSDP2Strategy(RankStrategy):
 def _unsupported(parameter: DTensor) -> ValueError:
     return ValueError(
         f"a parameter has the placements {parameter.placements} on a mesh of "
-        f"{parameter.device_mesh.ndim} axes; use "
-        "fully_shard over one axis, without tensor parallelism or replicated shards (HSDP)"
+        f"{parameter.device_mesh.ndim} axes; use fully_shard over one axis, without tensor "
+        "parallelism or replicated shards (HSDP)"
     )

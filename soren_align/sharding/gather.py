@@ -106,8 +106,7 @@ class RankStrategy(ShardingStrategy, ABC):
         if num_errors:
             raise (ValueError if num_value_errors else FloatingPointError)(
                 "another rank has an invalid gradient or map, so no rank applied this optimizer "
-                "step; the message of "
-                "that rank names the parameter"
+                "step; the message of that rank names the parameter"
             )
         # A parameter that only some ranks used has no gradient on the others: the ranks would plan
         # different exchanges, and wait for one another in them.
@@ -118,8 +117,8 @@ class RankStrategy(ShardingStrategy, ABC):
         if uneven:
             raise ValueError(
                 f"{', '.join(uneven[:5])}: only some ranks have a gradient, so no rank applied "
-                "this optimizer "
-                "step; use this parameter in the forward pass of all ranks, or of no rank"
+                "this optimizer step; use this parameter in the forward pass of all ranks, or of "
+                "no rank"
             )
         return numbers[len(named) :]
 
@@ -165,8 +164,7 @@ class RankStrategy(ShardingStrategy, ABC):
         if failed:
             raise ValueError(
                 "the optimizer step failed on another rank before any weight changed; the error "
-                "message of that rank "
-                "has the cause"
+                "message of that rank has the cause"
             )
         if largest != -minus_smallest:
             raise ValueError(

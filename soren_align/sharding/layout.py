@@ -76,11 +76,10 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
     for parameter in layout.weights:
         if len(parameter.shape) > 2 and parameter.name not in weight_layouts:
             raise ValueError(
-                f"{parameter.name} has shape {parameter.shape}, and is neither a matrix [m, n] nor "
-                "experts "
-                "[experts, m, n] with a layout in the group's weight_layouts. Build the parameter "
-                "groups with "
-                "soren_align.param_groups, or give this parameter to AdamW"
+                f"{parameter.name} has shape {parameter.shape}, and is neither a matrix [m, n] "
+                "nor experts [experts, m, n] with a layout in the group's weight_layouts. Build "
+                "the parameter groups with soren_align.param_groups, or give this parameter to "
+                "AdamW"
             )
         parts = weights_in(
             parameter.name, parameter.shape, weight_layouts.get(parameter.name, LINEAR)

@@ -194,11 +194,9 @@ def init_process_group(timeout_seconds: float) -> None:
         env = os.environ
         raise LostRankError(
             f"the {env.get('WORLD_SIZE')} processes cannot connect through "
-            f"MASTER_ADDR={env.get('MASTER_ADDR')}, "
-            f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, "
-            "set "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that connects the "
-            "machines (`ip -br "
+            f"MASTER_ADDR={env.get('MASTER_ADDR')}, MASTER_PORT={env.get('MASTER_PORT')} "
+            f"({first_sentence(error)}). On several machines, set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the network interface that connects the machines (`ip -br "
             "address` lists the interfaces), then rerun the same command"
         ) from error
 
@@ -238,8 +236,7 @@ def choose_gpu(num_gpus: int) -> int:
     if num_local > num_gpus:
         raise UserError(
             f"this machine has {num_local} processes, but only {num_gpus} visible GPUs; start at "
-            "most one process per "
-            "GPU"
+            "most one process per GPU"
         )
     return local_rank
 

@@ -89,8 +89,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
     if not isinstance(optimizer, SpectralOptimizer):
         raise ValueError(
             f"DeepSpeed would use {type(optimizer).__name__} instead of the optimizer of "
-            "soren_align; remove "
-            "`optimizer` from DeepSpeed's config, and set zero_force_ds_cpu_optimizer to false"
+            "soren_align; remove `optimizer` from DeepSpeed's config, and set "
+            "zero_force_ds_cpu_optimizer to false"
         )
     # Refuse what would be silently wrong: each option below moves or hides the flat tensors.
     unsupported = {
@@ -148,8 +148,8 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
         here = f"on this rank {', '.join(wrong[:5])}" if wrong else "none on this rank"
         raise ValueError(
             f"{type(zero).__name__} stores up to {num_wrong.item()} matrices per rank in an "
-            f"unexpected place ({here}), "
-            "because of an unknown version or option of DeepSpeed; install deepspeed>=0.19.8,<0.20"
+            f"unexpected place ({here}), because of an unknown version or option of DeepSpeed; "
+            "install deepspeed>=0.19.8,<0.20"
         )
     names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
     unknown = [
