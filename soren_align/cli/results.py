@@ -27,11 +27,10 @@ def stats(
         typer.Option(
             metavar="METRIC",
             help=(
-                "A metric. You can repeat this option; each task uses the first of these metrics"
-                " that its file "
-                "has. exact_match,strict-match names a metric and a filter of lm-eval. Default:"
-                " acc_norm, acc, "
-                "exact_match, or else the first metric in the file."
+                "A metric. You can repeat this option; each task uses the first of these metrics "
+                "that its file has. exact_match,strict-match names a metric and a filter of "
+                "lm-eval. Default: acc_norm, acc, exact_match, or else the first metric in the "
+                "file."
             ),
         ),
     ] = None,
@@ -49,9 +48,8 @@ def stats(
         typer.Option(
             metavar="COLUMN",
             help=(
-                "The column that names the cluster of a question, such as doc.passage. Questions of"
-                " one cluster are "
-                "not independent."
+                "The column that names the cluster of a question, such as doc.passage. Questions "
+                "of one cluster are not independent."
             ),
         ),
     ] = None,
