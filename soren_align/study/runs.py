@@ -105,7 +105,6 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
         curve=curve,
         seconds=curve[-1].seconds if curve else None,
         peak_memory_bytes=record.get("training", {}).get("peak_memory_bytes"),
-        load=record.get("training", {}).get("cpu_load"),
         scores=read_scores(folder)[1] if run.stage == "verdict" and status == "finished" else None,
         identity=record.get("identity", {}),
     )

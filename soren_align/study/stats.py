@@ -46,8 +46,6 @@ class _Comparison:
     reference: str
     measure: str
     estimate: Estimate
-    seed_range: tuple[str, float]
-    """The one of both whose scores differ most over seeds, and by how much."""
 
     @property
     def factor(self) -> float:
@@ -124,8 +122,6 @@ def verdict(
                 ),
                 equivalence=margins.get(i),
                 is_equivalent=is_equivalent,
-                noisiest=each.seed_range[0],
-                seed_range=each.factor * each.seed_range[1],
                 seed_share=each.estimate.spread.seed_share,
             )
         )
@@ -209,9 +205,6 @@ def _comparisons(
             c: np.array([[points[c].each for points in answers.runs[name]] for name in names])
             for c in columns
         }
-        # [candidates, seeds]
-        scores = np.mean([stacked[column].mean(axis=2) for column in columns], axis=0)
-        ranges = {name: float(np.ptp(scores[k])) for k, name in enumerate(names)}
         for k, reference, name in compared:
             pairs = []
             for column in columns:
@@ -228,12 +221,7 @@ def _comparisons(
                     break
                 pairs.append(Paired(stacked[column][k] - others, runs[0][column].clusters))
             if len(pairs) == len(columns):
-                noisiest = max(
-                    (each for each in (names[k], name) if each in ranges), key=ranges.__getitem__
-                )
-                yield _Comparison(
-                    names[k], name, measure, estimate(pairs), (noisiest, ranges[noisiest])
-                )
+                yield _Comparison(names[k], name, measure, estimate(pairs))
 
 
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:

@@ -62,8 +62,6 @@ class Run:
     curve: list[Point] = field(default_factory=list)
     seconds: float | None = None
     peak_memory_bytes: int | None = None
-    load: float | None = None
-    """The load of the machine's CPUs at the end of a training on them: the average of a minute."""
     scores: dict[str, float] | None = None
     """The scores of a verdict's run, in percent, by column of the suite."""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -158,9 +156,6 @@ class Difference:
     is_equivalent: bool | None = None
     """Whether the true difference is shown to be smaller than this margin, also of a candidate that
     is better."""
-    noisiest: str = ""
-    """The one of both whose results differ most between seeds, and `seed_range`, by how much."""
-    seed_range: float = 0.0
     seed_share: float = 0.0
     """The share of the variance that the seeds cause; questions or examples cause the other
     part."""

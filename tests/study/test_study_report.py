@@ -1,9 +1,8 @@
-"""The report of a study: every number in both forms, nothing from outside, nothing of a run's texts as code."""
+"""The report of a study: nothing from outside, nothing of a run's texts as code."""
 
 import base64
 import csv
 import io
-import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,26 +12,14 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 from PIL import Image
 from rich.console import Console
-from soren_align import recipe
 from soren_align.core.figures import LIGHT, line_style
-from soren_align.recipe import to_yaml
-from soren_align.run.folder import RunFolder
 from soren_align.study.report import figures
-from soren_align.study.report.curves import common_level, focus, interpolate, mean_curve, shown_runs, trial_metrics
+from soren_align.study.report.curves import focus, mean_curve, shown_runs
 from soren_align.study.report.figures import search_figure, set_scale
-from soren_align.study.report.page import (
-    are_comparable,
-    cost_table,
-    cpu_loads,
-    matched_table,
-    terminal_verdict,
-    trials_csv,
-    write_report,
-)
+from soren_align.study.report.page import terminal_verdict, trials_csv, write_report
 from soren_align.study.report.text import comparisons, headline, signed_size, size
 from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import COLUMNS, difference, make_study
-from tests.support.run_folders import add_results
 
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "=cmd|'/c calc'!A0", "$x_[$ \x1b[2J\x00 \ud800",
@@ -78,10 +65,10 @@ def report(tmp_path_factory):
 
 
 def written(study, folder):
-    """The page and its Markdown, with empty pictures: to draw them takes most of the time."""
+    """The page, with empty pictures: to draw them takes most of the time."""
     with mock.patch.object(figures, "_address", return_value="data:image/png;base64,AA=="):
         write_report(study, folder)
-    return (folder / "report.html").read_text(encoding="utf-8"), (folder / "report.md").read_text(encoding="utf-8")
+    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 def assert_self_contained(page):
@@ -119,7 +106,7 @@ def test_every_picture_has_a_text_and_the_colours_of_the_page(report):
     """A dark page inverts them: white becomes transparent there."""
     pictures = [attributes for tag, attributes in Reader(report["report.html"]).tags if tag == "img"]
     drawn = [each for each in pictures if each["alt"]]
-    assert len(drawn) == 2 * 4 + 4 + 2 + 4  # differences, along the runs, the search, gain and forgetting
+    assert len(drawn) == 2 * 4 + 4 + 1 + 4  # differences, along the runs, the search, gain and forgetting
     assert all({*each} == {"src", "alt"} for each in pictures)  # no width: the style sheet has it
     assert len(pictures) - len(drawn) == 3 * 4  # of a legend, beside each name
     colours = set()
@@ -149,36 +136,18 @@ def test_texts_of_runs_are_no_code(tmp_path):
         machine=HOSTILE[1],
         file={**study.file, "recipe": HOSTILE[0], HOSTILE[1]: HOSTILE[1]},
     )
-    page, markdown = written(study, tmp_path)
+    page = written(study, tmp_path)
     reader = assert_self_contained(page)
     assert HOSTILE[0] in "".join(reader.text)
     assert HOSTILE[1] in "".join(reader.text)
-    assert not re.search(r"<[a-z!/]", markdown.replace("<br>", "").split("```")[0], re.IGNORECASE)
-    assert not re.search("[\x00\x1b\ud800]", page + markdown)
-    page, _ = written(replace(study, candidates=[], problems=[*HOSTILE]), tmp_path)
-    assert_self_contained(page)
-
-
-def test_markdown_makes_no_links_of_texts(tmp_path):
-    caution = "![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>"
-    _, markdown = written(make_study(names=("adamw",), num_trials=0, differences=[], cautions=[caution]), tmp_path)
-    assert r"- ![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>" in markdown.splitlines()
-
-
-def test_the_page_and_its_twin_have_the_same_tables_and_sentences(report):
-    reader = Reader(report["report.html"])
-    lines = [line for line in report["report.md"].splitlines() if line.startswith("|") and not set(line) <= set("|-:")]
-    cells = [[cell.strip().replace("<br>", "\n") for cell in line[1:-1].split(" | ")] for line in lines]
-    assert [[cell.strip() for cell in row] for row in reader.rows] == cells
-    text = "".join(reader.text)
-    for line in report["report.md"].splitlines():
-        if line and line[0] not in "|#-`{} >":
-            assert line.removeprefix("Figure in report.html. ").rstrip(":") in text
+    assert not re.search("[\x00\x1b\ud800]", page)
+    assert_self_contained(written(replace(study, candidates=[], problems=[*HOSTILE]), tmp_path))
 
 
 def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     study = make_study()
-    assert report["report.md"].split("\n## ")[1].startswith(f"Verdict\n\n{headline(study)[0]}")
+    text = " ".join("".join(Reader(report["report.html"]).text).partition("Verdict")[2].split())
+    assert headline(study)[0] in text
     words = "On held-out loss, soren is better than adamw; muon and htmuon are not disting"
     assert headline(study)[0].startswith(words)
     assert len(comparisons(study, "adamw")) == 3
@@ -209,16 +178,6 @@ def test_differences_have_their_candidates_colours_and_no_percent_beyond_100(mon
     assert -105 < axes.get_xlim()[0] < axes.get_xlim()[1] < 105
 
 
-def test_times_are_compared_only_between_runs_that_found_the_cpu_equally_loaded(tmp_path):
-    study = make_study(names=("adamw", "soren"), num_trials=2)
-    for loads, shown in (((2.0, 2.4), True), ((0.1, 0.5), True), ((None, None), True), ((2.0, 2.6), False)):
-        loaded = changing_runs(study, lambda i, run, loads=loads: replace(run, load=loads[i]))
-        assert are_comparable(cpu_loads(loaded)) is shown
-        assert (cost_table(loaded, shown).rows[1][2] == "-") is not shown
-    text = written(loaded, tmp_path)[1]
-    assert "Times are not compared: the CPU's load was 2.0 in one of these runs and 2.6 in another." in text
-
-
 def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
     pair = difference("soren", "muon", "held-out", 0.02, 0.01)
     study = make_study()
@@ -242,7 +201,7 @@ def test_scores_carry_the_answers_against_the_reference(report):
     study = make_study()
     rows = {row[0].strip(): row for row in reversed(Reader(report["report.html"]).rows)}  # of the first table
     assert [rows[name][1].strip()[-1] == "▲" for name in ("adamw", "muon", "soren")] == [False, False, True]
-    assert "▲ better than adamw" in report["report.md"]
+    assert "▲ better than adamw" in report["report.html"]
     assert '<td class="number better">' in report["report.html"]
     assert "▲" in screen(study)
 
@@ -261,13 +220,9 @@ def changing_runs(study, change):
     return replace(study, candidates=candidates)
 
 
-def test_a_difference_that_noisy_seeds_hide_names_them():
-    """Larger than all that training changed would have to be a difference that this study detects."""
+def test_an_open_difference_says_what_the_study_can_detect():
     study = make_study(names=("adamw", "muon"))
-    noisy = {"detectable": 90.0, "seed_share": 0.9, "noisiest": "muon", "seed_range": 2.904}
-    of_questions = {"detectable": 90.0, "seed_share": 0.1}
-    for changes, words in ((noisy, "too noisy to decide: muon's seeds differ by 2.904"),
-                           (of_questions, "detectable: 90.000"),
+    for changes, words in (({"detectable": 90.0}, "detectable: 90.000"),
                            ({"detectable": None}, "the seeds gave identical results")):  # fmt: skip
         changed = changing_differences(study, {"held-out"}, answer="not distinguishable", **changes)
         assert words in comparisons(changed, "adamw")[0].facts
@@ -287,7 +242,7 @@ def test_a_study_with_faults_has_no_verdict(tmp_path):
     study = make_study(names=("adamw", "soren"), problems=["muon: another order of the data"])
     shown = screen(study)
     candidates = [replace(each, trials=[], verdict=[], selected=None) for each in study.candidates]
-    for text in (*written(replace(study, candidates=candidates), tmp_path), shown):
+    for text in (written(replace(study, candidates=candidates), tmp_path), shown):
         assert "muon: another order of the data" in text
         assert "No verdict" in text
         assert "better" not in text.split("</style>")[-1]
@@ -302,12 +257,11 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         Study("empty", {}, False, [], None), Study("lost", {}, True, [candidate], None),
         Study("two", {}, True, [candidate, replace(candidate, name="adamw", trials=[])], {"zoo": 1.0}),
     ):  # fmt: skip
-        page, markdown = written(study, tmp_path)
+        page = written(study, tmp_path)
         assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
-        assert "There is no verdict" in markdown
-        absent = ("The search", "Along the runs", "Answers", "Every difference")
-        assert not any(f"\n## {heading}\n" in markdown for heading in absent)
-        assert all(part.partition("\n")[2].strip() for part in markdown.split("\n## ")[1:])  # no section is empty
+        assert "There is no verdict" in page
+        absent = ("The search", "Along the runs", "Every difference")
+        assert not any(f">{heading}</h2>" in page for heading in absent)
         screen(study)
 
 
@@ -329,27 +283,6 @@ def test_many_candidates_look_different_without_colour_too():
 def test_the_same_study_gives_the_same_bytes(report, tmp_path):
     write_report(make_study(), tmp_path)
     assert {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()} == report
-
-
-def test_answers_of_every_candidate_stand_beside_the_right_ones_and_those_of_the_start(tmp_path):
-    study = make_study(names=("adamw", "soren"))
-    planned = recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}"])
-    for candidate in study.candidates:
-        folder = RunFolder(tmp_path / candidate.verdict[0].folder)
-        folder.path.mkdir(parents=True)
-        folder.recipe.write_text(to_yaml(planned))
-        add_results(folder)
-        for row, answer in (("base", "?"), ("SFT", f"<b>{candidate.name}</b>")):
-            file = folder.evaluation("quickstart") / f"samples/{row}/zoo_mc.jsonl"
-            file.parent.mkdir(parents=True)
-            doc = {"doc_id": 0, "doc": {"question": "Which color?"}, "resps": [[answer]], "filtered_resps": [answer]}
-            doc["target"] = "red"
-            file.write_text(json.dumps(doc) + "\n")
-    page, _ = written(study, tmp_path)
-    assert ["Which color?", "red", "?", "<b>adamw</b>", "<b>soren</b>"] in assert_self_contained(page).rows
-    (folder.evaluation("quickstart") / "results.json").write_text("{")
-    page, _ = written(study, tmp_path)
-    assert ["Which color?", "red", "?", "<b>adamw</b>"] in Reader(page).rows
 
 
 def test_the_table_of_runs_has_every_run_and_no_formulas():
@@ -378,21 +311,6 @@ def test_the_terminal_shows_the_verdict_in_eighty_columns(name):
     assert "…" not in shown
 
 
-def test_a_trial_without_a_result_counts_as_the_start():
-    study = make_study()
-    candidate = study.candidates[0]
-    num_lost = sum(run.status == "diverged" for run in candidate.trials)
-    assert num_lost > 0
-    assert trial_metrics(study, candidate).count(2.9) == num_lost
-
-
-def test_a_trial_of_several_seeds_is_their_mean():
-    runs = [Run("a", "search", i // 2, i % 2, "x", {}, "finished", metric=float(i)) for i in range(4)]
-    runs += [replace(runs[0], number=2), replace(runs[0], number=2, status="failed", metric=None)]
-    candidate = Candidate("a", {}, {}, runs, 0, {})
-    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, None]  # no start is known
-
-
 def test_searched_words_stand_beside_each_other():
     study = make_study(names=("adamw", "soren"))
     maps = ["exact", "minimax", True, 3, "exact", "minimax"]
@@ -400,39 +318,10 @@ def test_searched_words_stand_beside_each_other():
     for each in study.candidates:
         trials = [replace(run, parameters={"optimizer.map": v}) for run, v in zip(each.trials, maps, strict=True)]
         candidates.append(replace(each, trials=trials))
-    figure = search_figure(replace(study, candidates=candidates))
+    assert search_figure(replace(study, candidates=candidates)).panels
     axes = Drawing().subplots()
     assert [set_scale(axes, maps)(value) for value in ("3", "True", "exact", "minimax")] == [0, 1, 2, 3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "True", "exact", "minimax"]
-    assert "selected exact" in figure.panels[0].alt
-
-
-def test_matched_values_are_interpolated_at_the_first_crossing():
-    def run(pairs):
-        points = [Point(i, metric=metric, relative_change=moved) for i, (moved, metric) in enumerate(pairs)]
-        return Run("a", "verdict", 0, 1, "x", {}, "finished", metric=pairs[-1][1], curve=points)
-
-    # It moves to 0.4 and back to 0.2: at 0.3 the first crossing counts.
-    there_and_back = run([(None, 3.0), (0.2, 2.0), (0.4, 1.0), (0.2, 0.5)])
-    assert interpolate(there_and_back, "relative_change", 0.3, "metric") == pytest.approx(1.5)
-    assert interpolate(there_and_back, "relative_change", 0.1, "metric") == pytest.approx(2.5)  # 0 at the start
-    assert interpolate(there_and_back, "relative_change", 0.5, "metric") is None
-    short = run([(None, 3.0), (0.25, 1.0)])
-    candidates = [Candidate(name, {}, {}, [], None, {}, [each]) for name, each in (("a", there_and_back), ("b", short))]
-    assert common_level(Study("s", {}, False, candidates, None), "relative_change") == 0.25
-
-
-def test_values_on_a_line_from_the_start_are_marked(tmp_path):
-    study = make_study(names=("adamw", "soren"))
-    table, is_coarse, _ = matched_table(study)
-    assert not is_coarse
-    assert not any("†" in cell for row in table.rows for cell in row)
-    sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
-    study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
-    table, *_ = matched_table(study)
-    assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
-    assert not any("†" in cell for cell in table.rows[1])
-    assert "a loss is too high there" in written(study, tmp_path)[1]
 
 
 def test_the_mean_curve_has_the_steps_of_all_seeds():

@@ -1,15 +1,11 @@
-"""Compute the curves of a report: means over seeds, values at equal displacement, expected bests.
-
-The expected best metric of so many trials shows how much of a result is the search that found it.
-"""
+"""Compute the curves of a report: the quantities along a run, and their means over seeds."""
 
 from collections.abc import Sequence
-from itertools import pairwise
-from math import comb, isfinite
+from math import isfinite
 from statistics import fmean, median
 
 from ...run.metrics import IN_STUDIES
-from ..study import ENDED, Candidate, Point, Run, Study, by_number, finished, mean_metric
+from ..study import Candidate, Point, Run, Study, finished
 
 AT_START = {
     *("step", "tokens", "seconds"),
@@ -62,31 +58,6 @@ def mean_curve(runs: Sequence[Run], x: str, y: str) -> Curve:
     return means
 
 
-def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
-    """Return a quantity of a run where it first reaches a level of another, a displacement.
-
-    Linear between the evaluations.
-    """
-    for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
-        if x0 <= level <= x1:
-            return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
-    return None
-
-
-def common_level(study: Study, along: str) -> float | None:
-    """Return the largest displacement (or KL) that every shown run reaches.
-
-    None without two candidates.
-    """
-    groups = [runs for candidate in study.candidates if (runs := shown_runs(candidate))]
-    tops = [
-        max((x for x, _ in curve(run, along, "metric")), default=0.0)
-        for runs in groups
-        for run in runs
-    ]
-    return min(tops) if len(groups) > 1 and min(tops) > 0 else None
-
-
 def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float] | None:
     """Return the part of an axis where values differ; None without two values.
 
@@ -104,35 +75,3 @@ def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float
     room = 0.06 * (top - costs[0]) or 0.01 * abs(top) or 1.0
     low, high = sorted((sign * (costs[0] - room), sign * (top + room)))
     return low, high
-
-
-def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
-    """Return the metric of every ended trial, the mean of its runs.
-
-    A trial without a result has the metric of the start, if it is known.
-    """
-    # To leave out what diverged would reward an optimizer that is hard to tune.
-    trials = by_number(run for run in candidate.trials if run.status in ENDED)
-    means = [mean_metric(runs) for runs in trials.values()]
-    if all(mean is None for mean in means):
-        return []
-    begin = start(study, "metric")
-    return [begin if mean is None else mean for mean in means]
-
-
-def expected_best(metrics: Sequence[float | None], higher_is_better: bool) -> list[float]:
-    """Return the expected best metric of 1, 2, ... of these trials (Dodge et al. 2019).
-
-    They are drawn without replacement. None is a trial that diverged or failed: it counts as the
-    worst of the others. Empty if no trial has a metric.
-    """
-    known = sorted((metric for metric in metrics if metric is not None), reverse=higher_is_better)
-    if not known:
-        return []
-    ranked = known + [known[-1]] * (len(metrics) - len(known))
-    n = len(ranked)
-    # The best of k has rank i if the others are among the n - 1 - i worse ones.
-    return [
-        sum(x * comb(n - 1 - i, k - 1) for i, x in enumerate(ranked)) / comb(n, k)
-        for k in range(1, n + 1)
-    ]

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ...core.figures import LIGHT, compact, line_style, png, short, style_axes
-from ...core.text import count
 from ...run.metrics import METRICS
 from ..study import Candidate, Difference, Study, finished, mean_metric
 from . import curves, text
@@ -37,7 +36,7 @@ RETENTION = "rise of the retention loss"
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as a `data:` address; alt: its content in words."""
+    """A picture as a `data:` address; alt: what it shows. The tables have its numbers."""
 
     address: str
     alt: str
@@ -103,24 +102,15 @@ def differences_figure(study: Study, reference: str) -> Figure:
 
 
 def search_figure(study: Study) -> Figure | None:
-    """Return the metric of every trial against each searched key, and the expected best of n."""
+    """Return the metric of every trial against each searched key."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
     # One axis for all keys, so that panels can be compared.
     metrics = [run.metric for run in finished(trials) if run.metric is not None]
     limits = curves.focus(metrics, study.higher_is_better)
     if limits is None:
         return None
-    panels = {
-        key: _search_panel(study, key, limits) for key in free_keys(*study.candidates)[:MAX_KEYS]
-    }
-    lines: dict[int, list[Curve]] = {}
-    for i, candidate in enumerate(study.candidates):
-        values = curves.trial_metrics(study, candidate)
-        best = curves.expected_best(values, study.higher_is_better)
-        lines[i] = [[(float(num), value) for num, value in enumerate(best, 1)]]
-    title = f"expected best {text.metric_name(study)}"
-    expected = _lines_panel(study, title, "trials", lines, is_cut=True)
-    return _figure(panels | {"the expected best of n trials": expected})
+    keys = free_keys(*study.candidates)[:MAX_KEYS]
+    return _figure({key: _search_panel(study, key, limits) for key in keys})
 
 
 def free_keys(*candidates: Candidate) -> list[str]:
@@ -168,13 +158,9 @@ def _differences_panel(study: Study, differences: Sequence[Difference]) -> Pictu
         axes.tick_params(axis="y", length=0)
         axes.locator_params(axis="x", nbins=5)
 
-    words = []
-    for d in differences:
-        value, low, high = (text.size(value, d.unit) for value in (d.value, d.low, d.high))
-        words.append(f"{d.candidate} {value} [{low}, {high}]")
-    alt = f"{name}, differences to {other} (positive: better): {'; '.join(words)}."
     label = "percent points better" if first.unit == "percent" else "better by"
-    return _panel(name, label, alt, draw, inches=(INCHES[0], 0.72 + 0.26 * len(differences)))
+    inches = (INCHES[0], 0.72 + 0.26 * len(differences))
+    return _panel(f"{name}, differences to {other}", name, label, draw, inches=inches)
 
 
 def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Picture | None:
@@ -225,18 +211,7 @@ def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Pictur
         room = 0.06 * (high - low)
         axes.set_ylim(low - room, high + room)
 
-    ends = []
-    for candidate in study.candidates:
-        trials = [run for run in candidate.trials if key in run.parameters]
-        words = count(len(finished(trials)), "finished run")
-        for status in ("diverged", "failed"):
-            if num := sum(run.status == status for run in trials):
-                words += f", {num} {status}"
-        selected = candidate.selected_trial
-        if selected and key in selected.parameters:
-            words += f", selected {text.setting(selected.parameters[key])}"
-        ends.append(f"{candidate.name} {words}")
-    return _panel(name, key, f"{name} against {key}: {'; '.join(ends)}.", draw, pad=18)
+    return _panel(f"{name} against {key}", name, key, draw, pad=18)
 
 
 def _along(study: Study, title: str, y: str, x: str, label: str) -> Picture | None:
@@ -286,11 +261,7 @@ def _lines_panel(
         axes.xaxis.set_major_formatter(compact)
         axes.locator_params(axis="x", nbins=5)
 
-    ends = []
-    for i, (*_, mean) in lines.items():
-        x, y = mean[-1]
-        ends.append(f"{study.candidates[i].name} {y:.4g} at {x:.4g}")
-    return _panel(title, label, f"{title} against {label}; at the end: {', '.join(ends)}.", draw)
+    return _panel(f"{title} against {label}", title, label, draw)
 
 
 def _figure(panels: Mapping[str, Picture | None]) -> Figure | None:
@@ -301,9 +272,9 @@ def _figure(panels: Mapping[str, Picture | None]) -> Figure | None:
 
 
 def _panel(
+    alt: str,
     title: str,
     label: str,
-    alt: str,
     fill: Callable[[Axes], None],
     *,
     inches: tuple[float, float] = INCHES,

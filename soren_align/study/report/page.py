@@ -1,17 +1,15 @@
-"""Write the report of a study: a page, the same in Markdown, and a table of all runs.
+"""Write the report of a study: a page, and a table of all runs.
 
 `contents` is one dict: the tables, the figures and the sentences. The template sections.j2 orders
-them by a reader's questions, the verdict first; html.j2 and md.j2 define how each looks in either
-form.
+them by a reader's questions, the verdict first; html.j2 defines how each looks.
 """
 
 import csv
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,24 +17,9 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ...core.errors import UserError, printable
+from ...core.errors import printable
 from ...core.files import write
-from ...core.text import (
-    Table,
-    count,
-    duration,
-    fenced,
-    gibibytes,
-    join_words,
-    markdown_line,
-    mean_std,
-    number,
-    p_value,
-)
-from ...evaluate.report.results import Results, read_results
-from ...publish.answers import Answers, of_evaluation
-from ...recipe import load_resolved
-from ...run.folder import RunFolder
+from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, number, p_value
 from ...run.metrics import IN_STUDIES
 from ...run.provenance import DIGITS
 from ..stats import num_declared_tests
@@ -56,26 +39,22 @@ MOST_PROBLEMS = 10
 
 
 def write_report(study: Study, folder: Path) -> None:
-    """Write report.html, report.md, trials.csv and verdict.json into the study's folder.
+    """Write report.html, trials.csv and verdict.json into the study's folder.
 
     The same study gives the same bytes.
     """
-    shown = contents(study, folder)
-    write(folder / REPORT, render("html", shown))
-    write(folder / "report.md", render("md", shown))
+    write(folder / REPORT, render(contents(study)))
     write(folder / "trials.csv", trials_csv(study))
     write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
 
 
-def render(form: Literal["html", "md"], shown: dict[str, Any]) -> str:
-    """Return the page in one form, with every text escaped. shown: of `contents`."""
+def render(shown: dict[str, Any]) -> str:
+    """Return the page, with every text escaped. shown: of `contents`."""
 
-    # All texts are of unknown origin: names, reasons, answers of models. autoescape makes texts of
-    # HTML; for Markdown, which has other signs, each text is escaped here and marked as done.
+    # All texts are of unknown origin: names, reasons, keys. autoescape makes texts of HTML; control
+    # characters are escaped here.
     def escaped(value: Any) -> Any:
-        if isinstance(value, Markup):
-            return value
-        return printable(value) if form == "html" else Markup(markdown_line(str(value)))
+        return value if isinstance(value, Markup) else printable(value)
 
     folder = Path(__file__).parent
     environment = Environment(
@@ -90,32 +69,19 @@ def render(form: Literal["html", "md"], shown: dict[str, Any]) -> str:
         "words": join_words,
         "count": count,
         "flat": lambda markup: Markup(" ".join(markup.split())),
-        "fenced": lambda code: Markup(fenced(printable(code))),
-        "markdown": lambda table: Markup(table.markdown()),
     }
     style = Markup((folder / "report.css").read_text(encoding="utf-8"))
-    return environment.get_template(f"{form}.j2").render(shown, style=style).rstrip() + "\n"
+    return environment.get_template("html.j2").render(shown, style=style).rstrip() + "\n"
 
 
-def contents(study: Study, folder: Path) -> dict[str, Any]:
-    """Return what the page shows; None and empty lists are left out by the template.
-
-    folder: the study's, with the evaluations of its final runs; all else is read from the study.
-    """
+def contents(study: Study) -> dict[str, Any]:
+    """Return what the page shows; None and empty lists are left out by the template."""
     # Differences of runs that cannot be compared are not shown: they would be read in spite of the
     # red box.
     has_answers = bool(study.differences) and not study.problems
     rules = text.rules_of(study) if study.differences else None
     references = text.references_of(study) if has_answers else []
     columns, measures = text.columns_of_suite(study), text.measures_of(study)
-    matched, is_coarse, levels = matched_table(study)
-    loads = cpu_loads(study)
-    # One run of each candidate is enough for the suite's name and for answers side by side.
-    evaluations = [
-        (candidate.name, *_evaluation(folder / run.folder))
-        for candidate in study.candidates
-        for run in finished(candidate.verdict)[:1]
-    ]
     return {
         "study": study,
         "metric": text.metric_name(study),
@@ -131,14 +97,8 @@ def contents(study: Study, folder: Path) -> dict[str, Any]:
             text.reference_name(name): text.comparisons(study, name) for name in references
         },
         "scores": score_table(study, columns),
-        "suite": suite(study, columns, evaluations[0][2] if evaluations else None),
-        "answers": answer_table(evaluations),
         "differences": difference_table(study) if has_answers else None,
-        "matched": matched,
-        "is_coarse": is_coarse,
-        "levels": levels,
-        "costs": cost_table(study, are_comparable(loads)),
-        "unequal_loads": () if are_comparable(loads) else (min(loads), max(loads)),
+        "costs": cost_table(study),
         "runs": run_table(study),
         "file": json.dumps(study.file, indent=1, ensure_ascii=False, default=str),
         "legend": figures.legend(study),
@@ -241,130 +201,21 @@ def difference_table(study: Study) -> Table:
     return Table([*head, "retained"], rows, align="ll", groups=frozenset(groups))
 
 
-def suite(study: Study, columns: Sequence[str], results: Results | None) -> dict[str, Any] | None:
-    """Return the suite's title and what is known of each column, as a final run's results name it.
-
-    None if they lack one of the columns.
-    """
-    columns = [column for column in columns if column != text.AVERAGE]
-    scores = results["rows"][-1]["scores"] if results and results["rows"] else {}
-    if not results or not columns or not all(column in scores for column in columns):
-        return None
-    described = []
-    for column in columns:
-        facts = [results["settings"].get("metrics", {}).get(column, "").split(",")[0]]
-        if num := study.num_questions.get(column, 0):
-            facts.append(count(num, "question"))
-        if (chance := scores[column].get("chance")) is not None:
-            facts.append(f"{chance:.0f}% by guessing")
-        described.append(f"{column} ({', '.join(facts)})")
-    return {"title": results["title"], "columns": described}
-
-
-Evaluations = Sequence[tuple[str, Path | None, Results | None]]
-"""The candidate, the folder and the results of its first final run's evaluation."""
-
-
-def answer_table(evaluations: Evaluations) -> tuple[str, Table] | None:
-    """Return answers to questions whose answers are generated, and where the questions are from."""
-    answers: dict[str, Answers] = {}
-    for name, output, results in evaluations:
-        if output is not None and results is not None and len(results["rows"]) > 1:
-            *_, start, own = results["rows"]
-            if sample := of_evaluation(output, results, own, start):
-                answers[name] = sample
-    rows: dict[str, list[str]] = {}
-    for sample in answers.values():
-        for (prompt, before, after), target in zip(sample.rows, sample.targets, strict=True):
-            rows.setdefault(prompt, [prompt, target or "-", before]).append(after)
-    # A question that one of the models was not asked, or whose samples are lost, is left out.
-    head = ["", "right answer", "start", *answers]
-    complete = [row for row in rows.values() if len(row) == len(head)]
-    if not complete:
-        return None
-    return [*answers.values()][-1].source, Table(head, complete, align="l" * len(head))
-
-
-def _evaluation(folder: Path) -> tuple[Path | None, Results | None]:
-    """Return the folder and the results of a run's evaluation; None of damaged files, which the
-    audit reports.
-    """
-    with suppress(UserError):
-        run = RunFolder(folder)
-        if options := load_resolved(run.recipe).eval:
-            output = run.evaluation(options.name)
-            return output, read_results(output)
-    return None, None
-
-
-def matched_table(study: Study) -> tuple[Table | None, bool, list[str]]:
-    """Return the candidates at equal displacement and at equal KL, interpolated along their runs.
-
-    Then whether a value was reached before the first evaluation, which is marked by †, and the
-    names of the quantities.
-    """
-    # A weak optimizer, which hardly changes the weights, forgets little: losses are compared where
-    # all have moved equally far.
-    begin, metric = curves.start(study, "retention_loss"), text.metric_name(study)
-    head, rows, names = [""], [[candidate.name] for candidate in study.candidates], []
-    is_coarse = False
-    for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
-        level = curves.common_level(study, along)
-        if level is None:
-            continue
-        names.append(label)
-        head += [f"{label} at the end", f"{metric} at {label} {level:.3g}"]
-        if begin is not None:
-            head.append(f"{figures.RETENTION} at {label} {level:.3g}")
-        for row, runs in zip(rows, map(curves.shown_runs, study.candidates), strict=True):
-            paths = [path for run in runs if (path := curves.curve(run, along, "metric"))]
-            ends = [path[-1][0] for path in paths]
-            row.append(text.metric_text(sum(ends) / len(ends)) if ends else "-")
-            # Passed before the first evaluation: a line from the start is far from the curve.
-            mark = ""
-            if any(len(path) > 1 and level < path[1][0] for path in paths):
-                mark, is_coarse = " †", True
-            for key, zero in (("metric", 0.0), ("retention_loss", begin)):
-                if zero is not None:
-                    values = [curves.interpolate(run, along, level, key) for run in runs]
-                    known = [value - zero for value in values if value is not None]
-                    row.append(mean_std(known, 3) + mark)
-    return Table(head, rows) if names else None, is_coarse, names
-
-
-def cpu_loads(study: Study) -> list[float]:
-    """Return the CPUs' loads that the shown runs were trained under; none of runs on GPUs."""
-    runs = [run for candidate in study.candidates for run in curves.shown_runs(candidate)]
-    return [run.load for run in runs if run.load is not None]
-
-
-def are_comparable(loads: Sequence[float]) -> bool:
-    """Return whether times are: the CPUs were about equally loaded, or did not train."""
-    # The load of an idle machine, below one process, varies by itself.
-    return not loads or max(loads) <= max(1.25 * min(loads), min(loads) + 0.5)
-
-
-def cost_table(study: Study, is_comparable: bool) -> Table:
-    """Return times and memory, without times per step if these cannot be compared."""
+def cost_table(study: Study) -> Table:
+    """Return times and memory of the runs of each candidate."""
     rows = []
     for candidate in study.candidates:
         runs = curves.shown_runs(candidate)
         seconds = [run.seconds for run in runs if run.seconds is not None]
-        per_step = [
-            1e3 * run.seconds / run.curve[-1].step
-            for run in runs
-            if run.seconds and run.curve and run.curve[-1].step
-        ]
         peaks = [run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None]
         row = [
             candidate.name,
             duration(sum(seconds) / len(seconds) if seconds else None),
-            mean_std(per_step, 1) if is_comparable else "-",
             gibibytes(max(peaks, default=None)),
             duration(sum(run.seconds or 0.0 for run in candidate.runs)),
         ]
         rows.append(row)
-    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
+    return Table(["", "time of a run", "peak memory", "all runs together"], rows)
 
 
 def run_table(study: Study) -> Table:

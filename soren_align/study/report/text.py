@@ -105,7 +105,7 @@ def headline(study: Study) -> list[str]:
         sentence = f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}"
         unclear = [d for d in differences if d.answer == "not distinguishable"]
         if unclear:
-            reasons = dict.fromkeys(resolution(study, d) for d in unclear)
+            reasons = dict.fromkeys(resolution(d) for d in unclear)
             sentence += f" ({join_words([*reasons])})"
         sentences.append(f"{sentence}.")
     return sentences
@@ -136,7 +136,7 @@ def _comparison(study: Study, differences: Sequence[Difference]) -> Comparison:
     if first.is_equivalent and first.equivalence is not None:
         facts += f"; equivalent within {amount(first.equivalence, first.unit)}"
     elif first.answer == "not distinguishable":
-        facts += f"; {resolution(study, first)}"
+        facts += f"; {resolution(first)}"
     name = measure_name(study, first.measure)
     value = f"{amount(abs(first.value), first.unit)} {_direction(study, first, first.value)}"
     facts = f": its {name} is {value} ({facts})."
@@ -163,21 +163,10 @@ def _direction(study: Study, d: Difference, value: float) -> str:
     return "higher" if is_higher else "lower"
 
 
-def resolution(study: Study, d: Difference) -> str:
-    """Return why a difference is open: what the study can detect, or that the seeds differ too
-    much.
-
-    The seeds differ too much where they cause most of the variance, and the study cannot detect a
-    difference as large as what the training changed.
-    """
+def resolution(d: Difference) -> str:
+    """Return why a difference is open: what the study can detect."""
     if d.detectable is None:
         return "the seeds gave identical results, which shows no spread"
-    # What training changed is the scale: a study that cannot see even this cannot answer at all.
-    to_start = [e for e in study.differences if (e.reference, e.measure) == (BASE, d.measure)]
-    changes = [abs(e.value) for e in to_start if e.candidate in (d.candidate, d.reference)]
-    if d.seed_share > 0.5 and d.detectable > max(changes, default=float("inf")):
-        seeds = f"{d.noisiest}'s seeds differ by {amount(d.seed_range, d.unit)}"
-        return f"too noisy to decide: {seeds}"
     return f"detectable: {detectable(d)}"
 
 
