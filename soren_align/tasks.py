@@ -97,6 +97,7 @@ SFT = Task(
     shown={"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
     higher_is_better={"eval_loss": False, "eval_mean_token_accuracy": True},
 )
+# `columns` without `prompt`: TRL takes another path with it, and fails (see `Task.columns`).
 DPO = Task(
     name="dpo",
     title="DPO",
@@ -127,6 +128,8 @@ DPO = Task(
     answers=("chosen", "rejected"),
     has_reference=True,
 )
+# SFT of plain texts, but for its metrics: TRL's accuracy and entropy are means over batches, and a
+# perplexity needs the mean over tokens.
 PRETRAIN = replace(
     SFT,  # whose plain texts it takes
     name="pretrain",

@@ -41,6 +41,7 @@ def spectrum(
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    # An option without an effect is refused: who writes it expects something of it.
     if as_json:
         refuse_options(context, ["full"], WITH_JSON)
     from ..launch import commands

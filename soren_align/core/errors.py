@@ -270,6 +270,8 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, kinds or (ValueError, OSError)):
             raise
+        # First whether it was the machine: a full disk while a model loads says nothing about the
+        # model, and the same command resumes.
         failure = machine_failure(error)
         if isinstance(failure, LostRankError):
             raise failure from error
@@ -284,6 +286,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def free_bytes(place: str | bytes | os.PathLike[str]) -> int:
     """Return the free bytes of the disk that `place` is on, or would be."""
+    # Of the nearest folder that exists: a run folder may be new.
     path = os.path.abspath(os.fsdecode(place))
     while not os.path.exists(path):
         path = os.path.dirname(path)

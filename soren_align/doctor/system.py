@@ -90,6 +90,8 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     if torch.cuda.device_count() < 2:
         yield skipped("interconnect", "one GPU")
         return
+    # The words of nvidia-smi's matrix of connections: NV is NVLink, all others go over PCIe or the
+    # CPUs' own link.
     kinds = set(
         re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", output_of("nvidia-smi", "topo", "-m"))
     )

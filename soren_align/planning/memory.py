@@ -153,6 +153,7 @@ class Rank:
         of_matrix = ITEMSIZE[momentum_dtype]  # bytes per number of a matrix
         if second_moment == "elements" or not self.optimizer.spectral_map:
             of_matrix += FLOAT32
+        # The other parameters are AdamW's, with two float32 moments, whatever the matrices have.
         num_bytes = self.shard.matrices * of_matrix + self.shard.others * 2 * FLOAT32
         map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
@@ -182,6 +183,8 @@ def components(rank: Rank) -> Iterator[Component]:
     offloads = parallel.offloads or bool(is_sharded and parallel.config.get("offload_params"))
     location: Location = "cpu" if offloads else "device"
     compensation = 2 if optimizer.compensation == "kahan" else 0  # bytes beside each trained number
+    # Under ZeRO the dtypes and copies follow from DeepSpeed's options, elsewhere from the
+    # parameters.
     if parallel.kind == "zero":
         yield from _zero_components(rank)
     else:
@@ -229,6 +232,7 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
     offloads_weights = stage == 3 and (zero.get("offload_param") or {}).get("device") == "cpu"
     location: Location = "cpu" if offloads_weights else "device"
     num_bytes, detail = (numel * weight, dtype + part) if stage == 3 else (whole * weight, dtype)
+    # DeepSpeed converts the whole model to its dtype, frozen weights too.
     frozen_bytes = rank.model.num_frozen * weight
     yield Component("weights", num_bytes, detail, location)
     yield Component("frozen weights", frozen_bytes, dtype, location)
@@ -244,6 +248,8 @@ def _zero_components(rank: Rank) -> Iterator[Component]:
     setting = (config.get("data_types") or {}).get("grad_accum_dtype")
     gradient = ITEMSIZE.get(str(setting), weight)  # bytes of an accumulated number
     gradient_dtype = {2: dtype, FLOAT32: "float32"}[gradient]
+    # The copy of the gradients for the step is of what steps at a time: a parameter group under
+    # stages 1 and 2, a sub-group under stage 3.
     largest = rank.shard.matrices
     if stage == 3:
         largest = max(sum(map(rank.slice_numel, group.values())) for group in rank.sub_groups())

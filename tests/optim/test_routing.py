@@ -194,9 +194,9 @@ def test_every_trainable_parameter_is_in_exactly_one_group(tied):
 
 
 def test_a_model_without_matrices_is_refused():
-    with pytest.raises(ValueError, match="LayerNorm has no weight matrix for a spectral optimizer \(1-dimensional"):
+    with pytest.raises(ValueError, match=r"LayerNorm has no weight matrix for a spectral optimizer \(1-dimensional"):
         param_groups(nn.LayerNorm(3), aux_lr=0.1)
-    with pytest.raises(ValueError, match="\(no trainable parameter\)"):
+    with pytest.raises(ValueError, match=r"\(no trainable parameter\)"):
         param_groups(nn.Linear(3, 3).requires_grad_(False), aux_lr=0.1)
 
 
