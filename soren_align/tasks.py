@@ -97,7 +97,6 @@ SFT = Task(
     shown={"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
     higher_is_better={"eval_loss": False, "eval_mean_token_accuracy": True},
 )
-# `columns` without `prompt`: TRL takes another path with it, and fails (see `Task.columns`).
 DPO = Task(
     name="dpo",
     title="DPO",

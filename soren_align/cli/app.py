@@ -149,7 +149,7 @@ def _add_training(task: str, help_text: str, *, needs_recipe: bool) -> None:
         from ..launch.environment import has_gpu
         from ..recipe import OPTIONS, load
 
-        # The last words win: what a person writes comes after what is set for him.
+        # The last words win: what a person writes comes after what is set for them.
         settings = [*(set_ or []), *["eval=null"] * no_eval]
         # A recipe states its device; the options in its place take that of this machine.
         if recipe is None and not has_gpu():

@@ -34,7 +34,7 @@ def train(machine: Machine, name: str, *settings: str, processes: int = 1) -> Pa
     texts = [f"run.output_dir={folder}", "run.overwrite=true", "data.eval=null"]
     texts += [f"run.global_batch_size={-(-32 // divisor) * divisor}"]
     texts += ["trainer.per_device_train_batch_size=4", f"trainer.max_steps={NUM_STEPS}"]
-    # No warm-up and no decay: ten steps at the full rate, which a wrong shard would not survive.
+    # No warm-up and no decay: ten steps at the full rate, in which a wrong shard shows.
     texts += ["trainer.eval_strategy=no", "trainer.save_strategy=no", "trainer.warmup_steps=0"]
     texts += ["trainer.lr_scheduler_type=constant", "optimizer.precision=float32"]
     texts += ["trainer.use_cpu=false", "run.num_threads=null"] if machine.num_gpus else []

@@ -259,7 +259,6 @@ def find_runs(folder: Path, depth: int = 0) -> list[RunFolder]:
     """Return the runs in a folder and below it, by name; nothing is looked for inside of a run, nor
     through links.
     """
-    # A run's own folders hold checkpoints and models by the thousand.
     if (folder / "run.json").is_file():
         return [RunFolder(folder)]
     if depth == MAX_DEPTH:

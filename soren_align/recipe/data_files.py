@@ -156,7 +156,7 @@ def refuse_unusable_data(
             )
     names: Any = split.get("columns")
     names = names if isinstance(names, dict) else {}
-    # Compressed files and .json are left to the later checks, which read them anyway.
+    # All other files are left to the later checks, which read them anyway.
     readable = (
         [(name, file) for name, file in files.items() if file.suffix in (".jsonl", ".csv")]
         if reads_data

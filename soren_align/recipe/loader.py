@@ -227,8 +227,8 @@ def find(name_or_path: str) -> Path:
 
 def merged_text(path: Path) -> str:
     """The text of a recipe of ours, with the keys that it extends; the comments stay."""
-    # The round-trip loader, since `new` writes this text for people: everywhere else YAML is read
-    # without its comments (`core.yaml`), in less time.
+    # The round-trip loader, since `recipes copy` writes this text for people: everywhere else YAML
+    # is read without its comments (`core.yaml`), in less time.
     recipe: Any = YAML().load(read_text(path))
     if isinstance(name := recipe.pop("extends", None), str):
         base, over = YAML().load(merged_text(find(name))), recipe

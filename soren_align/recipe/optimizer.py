@@ -42,8 +42,8 @@ from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
 def within(bounds: Bounds) -> Any:
     """The pydantic Field of an int or a float within `bounds`."""
-    # LARGEST stands for "no bound of its own". It is not shown in the schema as one, but an
-    # infinity and a NaN are refused.
+    # A number without a bound of its own: allow_inf_nan, which integers do not take, so that an
+    # infinity is answered by "write a finite number" and not by LARGEST.
     least, above, most, below = bounds
     if most != settings.LARGEST:
         return Field(ge=least, gt=above, le=most, lt=below)

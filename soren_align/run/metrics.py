@@ -30,8 +30,8 @@ class Metric:
     measured."""
 
 
-# In the order of docs/metrics.md, which is made of these records: a key that is logged without a
-# record is found by tests/test_docs.py.
+# In the order of docs/metrics.md, which is made of these records; tests/test_docs.py finds a record
+# whose key no measurement has.
 _ALL = (
     Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
     Metric(

@@ -129,8 +129,8 @@ def to_universal(checkpoint: Path) -> None:
 
     refuse_pickles()
     parts = checkpoint / (checkpoint / "latest").read_text().strip()
-    # The arguments of DeepSpeed's script. One worker each: its pools start processes, which would
-    # import torch and DeepSpeed anew and would not have the replacements below.
+    # The arguments of DeepSpeed's script. One worker each: all of it is then done in this process,
+    # where the replacements below hold.
     options = argparse.Namespace(
         input_folder=str(parts),
         output_folder=f"{parts}_universal",

@@ -137,8 +137,8 @@ def flat_partitions(
         (start + math.prod(shape) for start, shape in zip(starts, shapes.values(), strict=True)),
         default=0,
     )
-    # DeepSpeed pads the flat group so that partitions are equal and aligned: from a live run their
-    # size is read, for a plan without DeepSpeed it is the smallest one.
+    # DeepSpeed pads the flat group so that partitions are equal and aligned; None is for a group
+    # without such padding.
     size = -(-end // num_ranks) if partition_numel is None else partition_numel
     if end > size * num_ranks:
         raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")

@@ -162,7 +162,7 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
     matrices on, where that saves 1% of its FLOPs.
     """
     # In units of the default map's FLOPs, which depend on shapes alone: the owners stay the same
-    # whatever map a user chooses, and so do the plans that `soren-align plan` prints.
+    # whatever map a user chooses.
     costs = [map_flops(weight) for weight in layout.weights]
     numels = [numels_by_rank(weight) for weight in layout.weights]
     owners: dict[int, int] = {}

@@ -183,7 +183,7 @@ def make_universal(checkpoint: Path) -> None:
     verify(checkpoint)
     if origin.get("processes") is None:
         return
-    # FSDP2's checkpoints hold for any number of processes as they are: only their seal binds them.
+    # DDP's checkpoints are whole: only their seal binds them to a number of processes.
     if latest_tag.is_file():
         try:
             to_universal(checkpoint)
