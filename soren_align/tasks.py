@@ -51,8 +51,7 @@ class Task:
     """The task whose examples it takes: its own, or another's."""
     columns: tuple[str, ...]
     """TRL's columns of conversations. With `prompt` beside those of DPO, TRL would take another
-    path and fail (TRL
-    1.16, both paper datasets)."""
+    path and fail (TRL 1.16, both paper datasets)."""
     token_columns: tuple[str, ...]
     """TRL's columns of tokenized examples."""
     required_columns: str

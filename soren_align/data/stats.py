@@ -82,8 +82,7 @@ def dataset_stats(
 
     tokenizer: with the template and eos of the training; not modified.
     max_length: TRL's, None for no truncation. With packing pass None: TRL then drops no example,
-    and truncates by
-        `trainer.packing_strategy`.
+        and truncates by `trainer.packing_strategy`.
     completion_only_loss: of prompts and completions; has no effect on whole conversations.
     source_indices: of a mixture, the index of each example's source.
     masks: the loss mask of each example of SFT, before truncation, is added to it.

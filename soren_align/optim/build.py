@@ -42,12 +42,10 @@ def build_optimizer(
 
     name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with
-    betas and eps.
-        aux_lr=None is lr. For "adamw" the matrices are a group of their own.
+        betas and eps. aux_lr=None is lr. For "adamw" the matrices are a group of their own.
     aux: globs of parameter names, see `route`; matrices, split: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is
-    0.1 for every class;
-        adjust_lr_fn=None is the class's own default.
+        0.1 for every class; adjust_lr_fn=None is the class's own default.
     Raises ValueError for an unknown name or setting, and whatever `param_groups` refuses.
     """
     if name not in OPTIMIZERS:

@@ -89,44 +89,37 @@ class Soren(RegisteredMap, name="soren"):
 
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
     momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with
-    cycle_momentum change the
-        momentum, and not the betas of AdamW groups.
+        cycle_momentum change the momentum, and not the betas of AdamW groups.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
-    `rounding`), so that its
-        updates are those of float32; other parameters do not need it.
+        `rounding`), so that its updates are those of float32; other parameters do not need it.
     momentum_dtype: "bfloat16" stores the momentum in half of the memory; float64 matrices keep
         theirs.
     map_input: "momentum", or "sign", that of each number of it, as in AdaMuon.
     second_moment: "rows" divides the map's output by the root of a running average, with the
-    coefficient
-        second_moment_beta, of its squares over each row, as NorMuon does; "elements" by that of
-        each square, as AdaMuon does, whose settings are Muon(map_input="sign",
+        coefficient second_moment_beta, of its squares over each row, as NorMuon does; "elements" by
+        that of each square, as AdaMuon does, whose settings are Muon(map_input="sign",
         second_moment="elements", adjust_lr_fn="match_rms_measured"). Both leave its norm as it is
         (see `second_moment`).
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax",
-    "resolution": 0.01}
-        for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns",
-        "steps": 15}; "exact", the definition; "released", the map of the authors' code, which has a
-        smaller update and is closer to momentum SGD, or {"name": "released", "steps": 5}. Others
-        are no sigmoid: `spectral.maps` has them all.
+        "resolution": 0.01} for less work; "sns", the paper's Algorithm 1, less accurate and dearer,
+        or {"name": "sns", "steps": 15}; "exact", the definition; "released", the map of the
+        authors' code, which has a smaller update and is closer to momentum SGD, or {"name":
+        "released", "steps": 5}. Others are no sigmoid: `spectral.maps` has them all.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)),
-    divided by the
-        sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2
-        over the RMS of the map's output, so that every update has RMS 0.2 lr, whatever the spectrum
-        and the map). None is "none", the paper's text, with a warning for matrices whose updates it
-        makes much smaller than AdamW's.
+        divided by the sigmoid's 1/2 so that learning rates compare with AdamW's), or
+        "match_rms_measured" (0.2 over the RMS of the map's output, so that every update has RMS 0.2
+        lr, whatever the spectrum and the map). None is "none", the paper's text, with a warning for
+        matrices whose updates it makes much smaller than AdamW's.
     match_rms: instead of the 0.2 of both; "adamw" is sqrt((1 - b) / (1 + b)), b AdamW's default
-    beta1.
+        beta1.
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more
-    is mapped alone.
-        None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
+        is mapped alone. None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is
-    float16 for minimax on
-        CUDA from 64 rows on, within 1% of float32's update on recorded momenta (emulated:
-        research/studies/optimizers.md), and float32 otherwise; or "float32", "tf32", "float16",
-        "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is;
-        released has float32 alone.
+        float16 for minimax on CUDA from 64 rows on, within 1% of float32's update on recorded
+        momenta (emulated: research/studies/optimizers.md), and float32 otherwise; or "float32",
+        "tf32", "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it,
+        as Muon is; released has float32 alone.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are
     guarded.
     Source: the paper's Algorithm 2.

@@ -139,10 +139,10 @@ def route(
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g.
-    "*.o_proj.weight".
+        "*.o_proj.weight".
     matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts.
-    "all-2d": also every
-        other parameter of two dimensions, embeddings and head among them, but none of an adapter.
+        "all-2d": also every other parameter of two dimensions, embeddings and head among them, but
+        none of an adapter.
     split: the blocks of fused weights that are matrices of their own, see `blocks`.
     Raises ValueError for a glob that matches nothing, for a weight that cannot be split so, for
     PEFT adapters other than LoRA, and for FSDP1's wrappers.

@@ -9,13 +9,12 @@ elements (AdaMuon).
 without bias correction, before the scale of `adjust_lr_fn`. That is the order of both sources:
 
 - rows: arXiv 2510.05491, and `_normuon_normalization_core` of `dion/normuon.py` in microsoft/dion
-(0a059a4). NVIDIA's
-  Emerging-Optimizers (fd77292) takes columns instead if a matrix is wider than tall, and divides by
-  sqrt(max(v, eps)).
+  (0a059a4). NVIDIA's Emerging-Optimizers (fd77292) takes columns instead if a matrix is wider than
+  tall, and divides by sqrt(max(v, eps)).
 - elements: arXiv 2507.11005, and `adamuon.py` and Megatron's `muon.py` in Chongjie-Si/AdaMuon
-(369f0b3), with the
-  scale `match_rms_measured`. Text and code both map the sign of the momentum: `map_input: sign`.
-  The code's b is its momentum. Emerging-Optimizers does neither take the sign nor scale back.
+  (369f0b3), with the scale `match_rms_measured`. Text and code both map the sign of the momentum:
+  `map_input: sign`. The code's b is its momentum. Emerging-Optimizers neither takes the sign nor
+  scales back.
 
 A row is an output of the layer, a row of nn.Linear's weight, whatever the layout in which a model
 stores it.

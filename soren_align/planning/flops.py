@@ -230,9 +230,8 @@ class Passes:
     """Forward and backward passes of a model.
 
     build: returns a model of the given blocks, and a function of token ids [batch_size, length]
-    that runs it and
-        returns an output with a `loss`; called for MEASURED_BLOCKS of each kind, on the meta
-        device.
+        that runs it and returns an output with a `loss`; called for MEASURED_BLOCKS of each kind,
+        on the meta device.
     kinds: for each kind of block, the positions of its blocks in the whole model.
     autocast: its dtype; None to compute in the dtype of the weights.
     """

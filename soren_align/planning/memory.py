@@ -56,11 +56,10 @@ class ModelSizes:
     """A model's parameters.
 
     matrices: the parameters that the spectral optimizer updates. weight_layouts: how some of them
-    store matrices.
+        store matrices.
     num_others: numbers of all other trained parameters, which AdamW updates.
     num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained. quantize:
-    "4bit" or "8bit", of
-        their linear layers.
+        "4bit" or "8bit", of their linear layers.
     weight_bytes: of a trained number, and of its gradient; ZeRO and FSDP2 choose their own.
     has_reference: a second model is stored as the trained one, DPO's starting model.
     """

@@ -49,15 +49,14 @@ class StepCost:
     """The cost of one optimizer step.
 
     num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends
-    to other ranks.
+        to other ranks.
     max_over_mean_flops: map FLOPs of the busiest rank in each bucket, summed, over the mean of all
-    ranks; None without
-        matrices. See `sharding.plan.schedule_flops`.
+        ranks; None without matrices. See `sharding.plan.schedule_flops`.
     flops_busiest_rank, flops_all_ranks: of the maps; None where the map is a decomposition, or
-    where there is none.
+        where there is none.
     bytes_sent_max, bytes_sent_mean: over the ranks, by the exchange of matrices. The communication
-    of gradients and
-        gathered weights belongs to DDP, ZeRO or FSDP2 and is the same with any optimizer.
+        of gradients and gathered weights belongs to DDP, ZeRO or FSDP2 and is the same with any
+        optimizer.
     memory: of the rank that has most.
     """
 

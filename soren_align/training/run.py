@@ -58,9 +58,8 @@ def train(
 ) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
-    Returns False if a signal
-    came, after saving a checkpoint, or the model if it was the last step. Only the first rank
-    writes and prints.
+    Returns False if a signal came, after saving a checkpoint, or the model if it was the last step.
+    Only the first rank writes and prints.
     """
     # Prepare: the checkpoint is verified by content before any weight of it is read.
     with working(console, "Loading the model, tokenizing the examples"):
