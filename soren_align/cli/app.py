@@ -539,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             error: Any = refusal
             message, context = error.format_message(), getattr(error, "ctx", None)
-            # the help of a command that needs a word and has none
+            # The message is the help of a command that lacks a word.
             if context and message == context.get_help():
                 typer.echo(message, err=True)
                 code = error.exit_code

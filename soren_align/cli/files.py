@@ -462,7 +462,7 @@ def docs(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    # as git does: colours, and no pager for a page that fits the screen
+    # As git does: colours, and no pager for a page that fits the screen.
     os.environ.setdefault("LESS", "FRX")
     console = Console()
     with console.pager(styles=True):

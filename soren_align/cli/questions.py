@@ -51,7 +51,7 @@ def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pai
     pairs, incomplete = {}, []
     for number, row in enumerate(rows, 1):
         prompt, reply = (str(row.get(column) or "").strip() for column in names)
-        # bytes that are no UTF-8
+        # Bytes that are no UTF-8.
         if any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):
             remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
             raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
@@ -82,7 +82,7 @@ def _variants(pairs: Pairs) -> list[Pairs]:
     A model that was trained on a variant of a held-out question knows its answer.
     """
     numbers = Counter(_words(reply) for _, reply in pairs)
-    # of questions and answers by their words (union-find)
+    # The parents of questions and answers, by their words (union-find).
     parents: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def root(key: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
         # Whole groups, as long as they fit.
         side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
         side += group
-    # one of each; a variant is no wrong choice
+    # One answer of each wording: a variant is no wrong choice.
     answers = {_words(reply): reply for _, reply in reversed(pairs)}
     choices, exact = [], []
     for prompt, reply in held_out:

@@ -247,7 +247,7 @@ def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
     path = local_path(name_or_path)
     # A file comes before a shipped name: who has a copy in the working directory means the copy.
     if path.is_file():
-        # errors would quote any other file, such as /etc/shadow
+        # Errors would quote any other file, such as /etc/shadow.
         if path.suffix not in (".yaml", ".yml"):
             raise UserError(f"{name_or_path}: is not a .yaml file; name the .yaml file of a {kind}")
         return path

@@ -278,7 +278,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
         message = in_one_line(error, MAX_REASON)
         if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError):
-            # a KeyError's text, for example, is the key alone
+            # A KeyError's text, for example, is the key alone.
             message = f"{type(error).__name__}: {message}"
         kind = type(failure) if failure else OutOfReach if is_offline else UserError
         raise kind(f"{place}: {message}") from error

@@ -165,7 +165,7 @@ def write(path: Path, content: str | bytes) -> None:
 
     A link is replaced, not followed.
     """
-    # two evaluations of a run write its card
+    # By process: two evaluations of one run write its card.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     # Exclusively below, so that a link that lies there is never written through.
     remove(temporary)

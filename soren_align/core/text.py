@@ -70,7 +70,7 @@ class Table:
         table = RichTable(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
         height = max((name.count("\n") for name in self.head), default=0)
         for name, side in zip(self.head, self.sides, strict=True):
-            # all end on the same line
+            # Headings of several lines end on the same line.
             heading = Text(printable("\n" * (height - name.count("\n")) + name))
             justify = "right" if side == "r" else "left"
             table.add_column(heading, justify=justify, no_wrap=side == "r", overflow="fold")

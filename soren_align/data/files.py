@@ -106,7 +106,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
             except UnicodeDecodeError as error:
                 finding = f"is not UTF-8 at byte {error.start + 1} of the line"
                 yield number, InvalidRecord(finding + _TO_UTF_8)
-            # a number of 5000 digits, brackets nested too deeply
+            # Such as a number of 5,000 digits, or brackets that are nested too deeply.
             except (ValueError, RecursionError) as error:
                 yield number, InvalidRecord(f"is JSON that cannot be read: {error}")
 

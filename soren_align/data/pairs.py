@@ -93,7 +93,7 @@ class PairCounter:
     """Counts pairs, one by one."""
 
     def __init__(self) -> None:
-        # of each pair: a key, the key of the swapped pair, and the pair's index
+        # For each pair: a key, the key of the swapped pair, and the pair's index.
         self._keys, self._swapped, self._indices = array("Q"), array("Q"), array("q")
         self._num_equal = self._num_longer = self._num_shorter = 0
         self._first: dict[str, int] = {}

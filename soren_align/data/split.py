@@ -239,7 +239,7 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
             )
     # An example without empty columns shows the whole format.
     example = next((example for example in objects if None not in example.values()), objects[0])
-    # often only some examples have tools
+    # Often only some examples have tools, and the first ones none.
     for column in (spec.columns.get(name, name) for name in OPTIONS):
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
@@ -272,7 +272,8 @@ def checked(
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
                 names = ""
-                # a column, which may have another name
+                # A column is missing: it may have another name, so that those that are there are
+                # listed.
                 if example.startswith("no ") and isinstance(record, dict):
                     columns = ", ".join(
                         str(key) for key, value in record.items() if value is not None

@@ -82,7 +82,7 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
     elif root == "dataset_mixer" and isinstance(datasets, dict):
         splits = _list(source.get("dataset_splits") or "train")
         configs = [*_list(source.get("dataset_configs") or []), *[None] * len(datasets)]
-        # more configurations than datasets, never fewer
+        # More configurations than datasets, never fewer.
         parts = zip(datasets.items(), configs, strict=False)
         datasets = [
             {"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits

@@ -17,7 +17,7 @@ from ..tasks import TASKS, TaskName
 from .datasets import ROOTS, read_data
 from .keys import NOT_CONVERTED, RENAMED, TABLES, VALUES, Conversion, Note, Tool, matches, number
 
-# sections whose keys are read as if at the top level
+# Sections whose keys are read as if at the top level.
 _NESTED = ("model_init_kwargs", "special_tokens", "trl")
 _BETAS = ("adam_beta1", "adam_beta2")
 # YAML 1.1's

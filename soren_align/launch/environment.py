@@ -16,7 +16,7 @@ from ..core.errors import UserError
 from ..recipe import Recipe, trl
 from ..recipe.model import estimated_parameters
 
-# it warns as PEFT imports it, where it is installed
+# bitsandbytes warns as PEFT imports it, where it is installed.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # srun's name for torch's. The batch script itself has SLURM_PROCID too, but no
 # SLURM_STEP_NUM_TASKS.
@@ -133,7 +133,7 @@ def library_environment(
     is_rank: whether a single process is a rank too, of ZeRO or FSDP2, which a launcher started.
     """
     env = launcher_environment() if num_ranks > 1 or is_rank else without_ranks(os.environ)
-    # a checkpoint's pickle runs no code, whichever library loads it
+    # A checkpoint's pickle runs no code, whichever library loads it.
     env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -155,7 +155,7 @@ def library_environment(
             env.setdefault("GOMP_SPINCOUNT", str(SPINS))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-        # of a lost rank it would print frames of C++
+        # For a lost rank, torch would print frames of C++.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if recipe and recipe.trainer.get("use_cpu"):
         env.setdefault("ACCELERATE_USE_CPU", "true")

@@ -70,7 +70,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         )
     # A changed recipe is another run. Resuming under it would mix two trainings in one curve.
     changed = [] if started is None else differences(training_part(started), training_part(recipe))
-    # the same file, whose content may have changed
+    # The config may be the same file with another content.
     if started and recipe.run.parallel == started.run.parallel:
         changed += differences(
             {"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config}

@@ -65,7 +65,7 @@ def show(run: str | None, *, full: bool = False, as_json: bool = False) -> None:
         )
         return
     times = ", ".join(f"{key} {record[key]}" for key in ("started", "finished") if record.get(key))
-    # of one that has not ended
+    # The error of a run that has not ended.
     error = f"; last error: {record['last_error']}" if record.get("last_error") else ""
     reason = f" ({record['training']['diverged']})" if record["status"] == "diverged" else ""
     text = f"{folder}: {record['task'].upper()}, {record['status']}{reason}, {times}{error}"

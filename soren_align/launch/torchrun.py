@@ -51,12 +51,12 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     succeed.
     """
     command = ["--standalone", f"--nproc-per-node={num_ranks}"]
-    # not in torch 2.11, which waits 30 seconds
+    # Not in torch 2.11, which waits 30 seconds.
     if "--shutdown-timeout" in torchrun.get_args_parser().format_help():
         seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
         command += [f"--shutdown-timeout={seconds}"]
     command += ["-m", "soren_align.launch.worker", *arguments]
-    # under nohup: torchrun would handle it all the same
+    # Under nohup, which ignores SIGHUP, torchrun would handle it all the same.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     # Each of these loggers has a level of its own, and repeats the message.
@@ -110,7 +110,7 @@ def start(num_ranks: int, arguments: list[str]) -> Failure | None:
     # The rank that waited did not know which one was silent: it is the one that ended later.
     if kind == SilentRankError.kind and len(ended_later) == 1:
         message = message.replace("another rank", f"rank {min(ended_later)}", 1)
-    # a rank that has saved a checkpoint has printed so, and has written nothing
+    # A rank that has saved a checkpoint has printed that it stopped, and has written nothing.
     if failure.exitcode == 130:
         has_message = "message" in record
         return Failure(130, "stopped; rerun the same command to resume" if has_message else "")

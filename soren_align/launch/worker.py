@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         try:
             return train_here(RunFolder(path), float(timeout_seconds))
         except (Exception, KeyboardInterrupt) as error:
-            # else the launcher records it
+            # Under a launcher, the launcher records it.
             if isinstance(error, KeyboardInterrupt) and "RANK" not in os.environ:
                 record_stop(RunFolder(path), requeue=True)
             return report(error)

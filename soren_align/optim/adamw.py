@@ -106,7 +106,7 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     """
     if tensors[0].device.type not in FUSED:
         return False
-    # nearly always; the strides cost 0.01 ms per tensor
+    # Nearly always the case; to compare strides costs 0.01 ms per tensor.
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     # Strides of axes of length 1 are arbitrary, and do not count.
@@ -194,7 +194,7 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
         "eps": group["eps"],
     }
     settings |= {"foreach": False, "fused": fused, "amsgrad": False, "maximize": False}
-    # copies live as long as the call
+    # A generator: copies of narrower gradients live as long as the call.
     grads = (chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket)
     adamw(weights, [*grads], *averages, [], list(steps.unbind()), **settings)
     for chunk, updated in zip(bucket, weights, strict=True):

@@ -207,7 +207,7 @@ class Batch:
             together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
             return layout.join(function(parts.flatten(0, 1), names, **together).view(parts.shape))
         outputs = []
-        # the workspace may hold no more at once
+        # One matrix at a time: the workspace may hold no more.
         for number, (part, name) in enumerate(zip(parts, names, strict=True)):
             of_part = {key: numbers[number] for key, numbers in state.items()}
             outputs.append(function(part.contiguous(), [name], **of_part))

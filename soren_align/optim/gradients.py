@@ -135,7 +135,7 @@ def _squared_norms(
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     bound = 1.0
-    # a momentum that is rounded to bfloat16 may be larger than the gradients that it averages
+    # A momentum that is rounded to bfloat16 may be larger than the gradients that it averages.
     for _, parameter, rule in with_rules:
         if parameter.grad is None:
             continue

@@ -53,7 +53,7 @@ ADDED_LATER = ("momentum_dtype", "map_input", "second_moment", "second_moment_be
 # user's name for it, and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 OTHER_KEYS = ("params", "param_names", "weight_layouts", "rule", "name", *SCHEDULER_KEYS)
-# in names of a wrapped model
+# The prefixes in names of a wrapped model's parameters.
 _WRAPPER = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
@@ -205,7 +205,7 @@ def refuse_changed_settings(
             f"the checkpoint has {len(saved)} parameter groups, but this optimizer has "
             f"{len(current)}; build the same groups"
         )
-    # their codes have the momentum's shape, and would be taken for its numbers
+    # Codes of 8-bit states have the momentum's shape, and would be taken for its numbers.
     if any(group.get("states") == "8bit" for group in saved):
         raise ValueError(
             "the checkpoint has 8-bit optimizer states, which this version does not read; resume "
@@ -240,7 +240,7 @@ def _settings_of(
     keys = {"rule", *(map_keys if "spectral" in rules else ())}.union(
         *(RULES.get(rule, ()) for rule in rules)
     )
-    # loaded like a learning rate
+    # A momentum that a scheduler changes is loaded like a learning rate.
     is_scheduled = any("base_momentum" in group for group in groups)
     for key in sorted(keys - ({"lr", "momentum", "betas"} if is_scheduled else {"lr"})):
         absent = RULE_DEFAULTS["spectral"][key] if key in ADDED_LATER else "nothing"

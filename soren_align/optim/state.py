@@ -125,7 +125,8 @@ def loaded_state(
             # float32 momentum. A tensor that is on the GPU already is not copied: on resuming, a
             # copy would take the state's memory twice.
             value = value.detach().to(parameter.device, dtype, copy=parameter.device.type == "cpu")
-            # the weight had other strides when the checkpoint was made
+            # The weight had other strides when the checkpoint was made: the momentum gets those of
+            # today.
             if value.stride() != parameter.stride():
                 value = torch.empty_like(parameter, dtype=dtype).copy_(value)
             loaded[parameter][key] = value

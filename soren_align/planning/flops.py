@@ -189,13 +189,13 @@ def compute(
             mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
             activations = passes(checkpointing).num_bytes(sequences, longest) + mask
             flops = passes(checkpointing).num_flops(1, length)
-            # the reference model's pass, at each step or once before
+            # The reference model's pass, at each step or once before training.
             if TASKS[recipe.task].has_reference:
                 flops += passes(False).num_flops(1, length, backward=False)
             without = (
                 passes(False).num_bytes(sequences, longest) + mask if checkpointing else activations
             )
-    # an architecture's code need not run on fake tensors; training may work
+    # An architecture's code need not run on fake tensors; training may work.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         return Compute(

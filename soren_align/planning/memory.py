@@ -101,7 +101,7 @@ class Rank:
         matrices, num_others = self.model.matrices.values(), self.model.num_others
         if self.parallel.kind == "ddp":
             return self.whole
-        # rows (or experts) of each parameter, every block as large as the first
+        # Rows, or experts, of each parameter: every rank's block counts as large as the first.
         if self.parallel.kind == "fsdp2":
             blocks = (-(-shape[0] // self.num_ranks) * math.prod(shape[1:]) for shape in matrices)
             return Numel(sum(blocks), -(-num_others // self.num_ranks))

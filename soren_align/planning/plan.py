@@ -72,7 +72,7 @@ def plan_training(
         model = build_outline()
         with as_user_error("optimizer", ValueError):
             routes = route(model, **recipe.optimizer.routing)
-            # raises if it cannot be built for this model
+            # Built and dropped: it raises if the optimizer does not suit this model.
             build_optimizer(model, **build.optimizer_settings(recipe))
         table = routing_table(routes)
     # Steps, then what each costs: passes measured on small models of the architecture, the

@@ -279,7 +279,7 @@ def processes(
         saved["trainer.precompute_ref_log_probs"] = next(
             p.num_bytes for p in cost.memory if p.name == "weights"
         )
-    # by location and phase; None for the passes of a device whose activations are unknown
+    # Totals by location and phase; None for the passes of a device whose activations are unknown.
     totals = []
     for each in (cost, with_adamw):
         sums: dict[str, dict[str, int | None]] = {

@@ -76,7 +76,7 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
         )
         # The same questions of both, matched by task and number.
         keys = [key for key in after if key in before]
-        # questions are often sorted by kind
+        # Questions are often sorted by kind.
         keys = keys[:: max(1, len(keys) // NUM_ANSWERS)][:NUM_ANSWERS]
         rows = [(after[key][0], before[key][1], after[key][1]) for key in keys]
         if answers := _answers(
@@ -129,7 +129,7 @@ def _responses(file: Path) -> dict[str, tuple[str, str, str]]:
         ]
         prompt = sample.get("prompt")
         if not named and isinstance(prompt, str):
-            # behind its shots
+            # The question stands behind the prompt's few-shot examples: its end is shown.
             named = [prompt if len(prompt) < MAX_CHARACTERS else f"…{prompt[1 - MAX_CHARACTERS :]}"]
         if isinstance(response, str) and named:
             target = sample.get("target")

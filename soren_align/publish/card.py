@@ -164,7 +164,7 @@ def _evaluated(
         own = results["rows"][index]
         start, lines = tables.gains(results, own)
         gains.append(_gains(results, own, start, lines))
-        # the adapter was evaluated
+        # The adapter was evaluated, not the merged model.
         eval_results += [] if merged else _eval_results(results, own, run)
         answers = answers or of_evaluation(folder, results, own, start)
     return scores, gains, eval_results, answers

@@ -134,7 +134,7 @@ def _stage(
     # By an allowlist: notes, optimizer states and pickles beside the weights stay here.
     for file in sorted(model.iterdir()):
         if not any(fnmatchcase(file.name, name) for name in UPLOADED):
-            # the card is written anew
+            # The card is written anew.
             left_out += [file.name] if file.name not in ("README.md", *shown) else []
         elif file.is_symlink():
             raise UserError(

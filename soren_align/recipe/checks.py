@@ -338,7 +338,7 @@ def _check_precision(raw: _Raw) -> None:
     """Check the dtypes of parameters, of the starting weights that run.perturb changes, and of
     recorded gradients.
     """
-    # whose factors are float32, whatever the frozen dtype
+    # An adapter's factors are float32, whatever the frozen dtype.
     trainer, adapts = raw.section("trainer"), raw.trains_adapter
     dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")

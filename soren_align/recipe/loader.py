@@ -189,7 +189,7 @@ def load_for_model(
     except UserError:
         if is_usable:
             raise
-        # which nothing looks for
+        # With the name of a hub model in its place, of which no file is looked for.
         recipe = load(None, values, "sft", notify, options | {"--model": "any/model"})
         return recipe.model_copy(
             update={"model": recipe.model.model_copy(update={"name_or_path": model})}
@@ -221,7 +221,7 @@ def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path, else a shipped name.
     Raises UserError if it is neither.
     """
-    # the form is checked when the file is read: no other file is read to find one
+    # The content is checked when the file is read: no file is read to find this one.
     return document.find(name_or_path, shipped.recipes_and_studies(), "recipe")
 
 
@@ -234,7 +234,7 @@ def merged_text(path: Path) -> str:
         base, over = YAML().load(merged_text(find(name))), recipe
         explanations = (base.ca.comment or [None, None])[1] or []
         _merge(base, over, lambda _: None)
-        # modeline and title are those of `path`
+        # The modeline and the title are those of `path`.
         base.ca.comment = [None, [*over.ca.comment[1], *explanations[2:]]]
         recipe = base
     return document.dump(recipe)
@@ -254,7 +254,7 @@ def load_resolved(path: Path) -> Recipe:
     return _resolved(read_text(path), str(path))
 
 
-# a study reads the recipe of each of its runs several times, 10 ms each
+# Cached: a study reads the recipe of each of its runs several times, 10 ms each.
 @functools.lru_cache(maxsize=512)
 def _resolved(text: str, path: str) -> Recipe:
     source = parse(text, path)
@@ -293,7 +293,6 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
         beside = local_path(path.parent / file)
         own_map["file"] = str(beside) if beside.is_file() else file
         own_map.setdefault("name", "file")  # in place of an inherited one
-    # from a run folder
     # A run folder's recipe.yaml has every key and lists what it extended, for the record: merging
     # again would change it if a shipped recipe has changed since.
     is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()
@@ -394,7 +393,7 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
     source.refuse_problems()
     assert recipe is not None
     recipe = resolve(recipe)
-    # that which the starting adapter was trained on
+    # The quantization that the starting adapter was trained on.
     if recorded := recorded_quantization(recipe.model.name_or_path):
         model = recipe.model.model_copy(update={"quantize": recorded.quantize})
         recipe = recipe.model_copy(update={"model": model})
@@ -431,7 +430,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
-    # refused and dropped examples are equal up to the first one, which ends the run
+    # Refusing and dropping are equal up to the first bad example, which ends the run.
     if recipe.data.streaming:
         sources = part["data"]["train"]
         for source in sources if isinstance(sources, list) else [sources]:

@@ -93,7 +93,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     # that trained it.
     beside, base = file.parent.parent / "start", resolve_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
-        # the run folder was moved, with the random starting weights in it
+        # The run folder was moved, with the random starting weights in it.
         name = str(beside.resolve())
     elif (base / ADAPTER).is_file():
         raise UserError(

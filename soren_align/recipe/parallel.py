@@ -148,7 +148,7 @@ def parallel(name_or_path: str) -> Parallel:
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
         zero = dict(config["zero_optimization"])
         if zero["stage"] == 3:
-            # else the saved model is empty
+            # Otherwise the saved model is empty.
             zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
         # The keys that every config needs: "auto" for the recipe's settings, and no optimizer of
         # its own.

@@ -114,7 +114,7 @@ AT_LEAST |= {
 }
 AT_LEAST |= dict.fromkeys(("seed", "warmup_steps", "max_grad_norm", "dataloader_num_workers"), 0)
 AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
-# each is a process, of every rank
+# Each of these is a process, on every rank.
 AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)
 ABOVE = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
 _LIMITS = ((AT_LEAST, lt, "of at least"), (AT_MOST, gt, "of at most"), (ABOVE, le, "above"))

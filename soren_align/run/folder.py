@@ -79,7 +79,7 @@ class RunFolder:
         self.merged = self.path / "merged"
         self._file = self.path / "run.json"
         self._is_holder = False
-        # the record, and which file it is from
+        # The record that was read last, and the version of the file that it is from.
         self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None
 
     @property
@@ -203,7 +203,7 @@ class RunFolder:
             if self.path.exists() and not self.path.is_dir():
                 raise UserError(f"{self}: is a file; choose another run.output_dir")
             names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-            # of a start that was killed
+            # What a start that was killed has left counts as nothing.
             names = {
                 name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)
             }
@@ -380,7 +380,7 @@ def read_metrics(file: Path, *, last_bytes: int | None = None) -> list[dict[str,
     last_bytes: only those in so many bytes at the end of the file.
     """
     content = b""
-    # another command may be starting the run again
+    # Another command may be starting the run again.
     with suppress(FileNotFoundError), file.open("rb") as stream:
         if last_bytes is not None:
             stream.seek(max(os.fstat(stream.fileno()).st_size - last_bytes, 0))

@@ -89,7 +89,7 @@ def read_held_out(file: Path, metric: str) -> HeldOutValues:
     clusters = None if content["clusters"] is None else np.array(content["clusters"])
     parts = []
     for at in ("start", "end"):
-        # the end is missing in the file of a run that has not ended
+        # The end is missing in the file of a run that has not ended.
         values = np.array(content.get(at, {}).get(metric, ()), float)
         if len(values) != len(weights):
             raise UserError(

@@ -29,7 +29,7 @@ def sample_changes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     num_prompts; characters: [mean at the start, at the end]; repeated: the same of
     `repeated_share`.
     """
-    # at the start, and after it, by prompt
+    # The answers at the start, and after it, by prompt.
     # The last answer after step 0 counts: later lines replace earlier ones. The start's answers are
     # to the same prompts, so that a change is the training's.
     answers: tuple[dict[str, str], dict[str, str]] = ({}, {})

@@ -145,7 +145,7 @@ def _of_checkpoint(folder: RunFolder, globs: Sequence[str]) -> tuple[str, list[S
                 momentum = saved["state"][index]["exp_avg"].float()
                 momenta += matrices_of(name, momentum, layout)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
-        # shards of ZeRO, or the state of another optimizer
+        # Shards of ZeRO, or the state of another optimizer.
         raise UserError(
             f"{file}: contains no momentum of whole matrices, which the checkpoints of soren, muon "
             "and htmuon have; choose a run of one of these optimizers"

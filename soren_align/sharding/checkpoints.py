@@ -145,7 +145,7 @@ def to_universal(checkpoint: Path) -> None:
     # Its loop over shards cannot narrow a sparse tensor, so that the part is made dense here.
     def dump_dense(*arguments: Any) -> None:
         *places, values, name, offset, numel = arguments
-        # moments of the rows, see `zero.with_second_moments`
+        # The moments of the rows, see `zero.with_second_moments`.
         if isinstance(values, torch.Tensor) and values.is_sparse:
             values, offset = torch.narrow_copy(values, 0, offset, numel).to_dense(), 0
         dump(*places, values, name, offset, numel)

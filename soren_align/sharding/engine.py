@@ -60,7 +60,7 @@ def restore_groups_(
             {key: value for key, value in right.items() if key not in ("params", "param_names")},
             lr=rate,
         )
-    # of all of them
+    # All spectral groups have the same kind.
     kind = next(
         (group["second_moment"] for group in settings if group["rule"] == "spectral"), "none"
     )

@@ -41,7 +41,8 @@ class FSDP2Strategy(RankStrategy):
         # Found at each step rather than at construction: launchers replace the parameters late.
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
-            # the same on all ranks, and such a mesh has no group for a collective
+            # Raised without a collective: it is the same on all ranks, and such a mesh has no
+            # group.
             if parameter.device_mesh.ndim != 1:
                 raise _unsupported(parameter)
         if sharded:

@@ -175,7 +175,7 @@ class RankStrategy(ShardingStrategy, ABC):
         # Kept only when all ranks have agreed, so that a later step finds it in the cache of every
         # rank or of none: a rank that plans anew alone would wait in the all-reduce above.
         self.exchanges[key] = exchange = self.exchange(plan, tensors, group, device, map_state)
-        # the same on all ranks, which step in one order
+        # The oldest plans go, the same ones on all ranks, which step in one order.
         while len(self.exchanges) > self.max_plans:
             del self.exchanges[next(iter(self.exchanges))]
         return exchange
@@ -382,7 +382,7 @@ class _Bucket:
             torch.empty(sum(way.numels), dtype=self.dtype, device=exchange.device)
             for way in (self.sent, self.received)
         )
-        # in gather and scatter together: received elements are sent back
+        # In gather and scatter together, since received elements are sent back.
         exchange.bytes_sent += self.num_bytes
         exchange.buffer_bytes += self.num_bytes
         exchange.peak_bytes = max(exchange.peak_bytes, exchange.buffer_bytes)
@@ -413,7 +413,7 @@ class _Bucket:
             indices = [self.owned[number] for number in numbers]
             keys = self.exchange.states_of(indices[0])
             states = {key: [self._whole_state(i, key) for i in indices] for key in keys}
-            # one at a time: `batch_of` copies each into its batch
+            # One at a time: `batch_of` copies each into its batch.
             inputs = (self._whole_input(i).view(self._shape(i)) for i in indices)
 
             def pairs(
@@ -459,7 +459,7 @@ class _Bucket:
         Collective.
         """
         exchange = self.exchange
-        # of all weights of the bucket, on every rank alike
+        # The sizes for all weights of the bucket, alike on every rank.
         sizes = [2 * exchange.plan.layout.weights[i].num_matrices for i in self.indices]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=exchange.device)
         by_index = dict(zip(self.indices, sums.split(sizes), strict=True))

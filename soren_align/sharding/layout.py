@@ -84,7 +84,7 @@ def split_weights(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
         parts = weights_in(
             parameter.name, parameter.shape, weight_layouts.get(parameter.name, LINEAR)
         )
-        # itself; an empty one keeps its empty shards
+        # The parameter is the weight itself; an empty one keeps its empty shards.
         if len(parts) == 1 and len(parameter.shape) == 2:
             weights.append(parameter._replace(layout=parts[0].layout))
             continue

@@ -194,7 +194,7 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
         # A pass leaves all of its ranks below 99% of the busiest one: without a margin ranks of
         # nearly equal work would exchange matrices for ever smaller gains.
         limit = 0.99 * flops[busiest]
-        # the matrix that each rank of a chain would get
+        # The matrix that each rank of a chain would get.
         gains: dict[int, int | None] = {busiest: None}
         chain, last = [busiest], None
         # Breadth first, so that the chain found first is the shortest one: each of its members

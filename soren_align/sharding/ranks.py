@@ -282,7 +282,7 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
 
     first = _in_thread(poll)
     while not wait([first], timeout=0.5).done:
-        # of a store in a stopped process no answer comes
+        # A store in a stopped process never answers.
         if time.monotonic() - seen[0] > SILENCE_SECONDS:
             raise silent_rank("rank 0", SILENCE_SECONDS)
     problem = first.result()

@@ -160,7 +160,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
     options["attn_implementation"] = recipe.model.attn_implementation
     if recipe.model.quantize and recipe.trainer.get("use_cpu"):
-        # otherwise transformers quantizes on a GPU where there is one
+        # Otherwise transformers quantizes on a GPU where there is one.
         options["device_map"] = {"": "cpu"}
     place = _named(recipe, start)
     with as_user_error(f"model {place}", ValueError, OSError, ImportError):

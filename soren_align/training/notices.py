@@ -72,7 +72,7 @@ def _loss_notices(setup: Any) -> Iterator[str]:
             "write false for this key"
         )
     if "completion" in columns and not data.has_turns(dataset) and setup.tokenizer.chat_template:
-        # the `columns` by which prompts and answers in plain text become turns
+        # The `columns` by which prompts and answers in plain text become turns.
         own: dict[str, str] = {**recipe.data.sources[0].columns}
         answers = {"instruction": "prompt", "output": "completion"}
         turns = {ours: own.get(column, column) for ours, column in answers.items()}

@@ -203,7 +203,7 @@ def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     for name, parameter in model.named_parameters():
         part = getattr(parameter, "ds_tensor", parameter).detach()
         if hasattr(parameter, "ds_tensor"):
-            # without ZeRO's padding, which is not initialized
+            # Without ZeRO's padding, which is not initialized.
             ends = min(part.numel(), max(parameter.ds_numel - ranks.rank * part.numel(), 0))
             part = part.reshape(-1)[:ends]
         parts.append((name, parameter, part))
@@ -311,7 +311,7 @@ def reward_limit(trainer: Any, num_tokens: float, num_pairs: float) -> float:
     The errors of a policy and its reference: independent ones of each token, and a bias of half the
     square, since the mean of a distorted model's log-probabilities is lower (Jensen).
     """
-    # of the model's arithmetic: bfloat16 for quantized weights and for reduced float32 products
+    # The dtypes of the arithmetic: bfloat16 for quantized weights and reduced float32 products.
     dtypes = {
         p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()
     }

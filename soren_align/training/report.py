@@ -335,7 +335,7 @@ def _result_lines(
             f"{validation['num_tokens']:,} tokens (loss {validation['loss']:.4f})"
         )
         if published := recipe.run.published:
-            # a file that has changed since the recipe was checked
+            # The file may have changed since the recipe was checked.
             with suppress(UserError, KeyError):
                 lines += describe_published(load_perplexities(published.table), published.model)
     if training["relative_change"] < SMALL_CHANGE:

@@ -118,7 +118,7 @@ def train(
             if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
                 result["diverged"] = reason
             report_result(folder, console, setup.recipe, trainer, result, resumed_from)
-            # later than the status: until then a rerun resumes, and needs them
+            # After the status is written: until then a rerun resumes, and needs these logits.
             remove(folder.start_logits)
         if stopped:
             saved = "model" if finished else "checkpoint"
@@ -211,7 +211,7 @@ def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
     took.
     """
     started = time.monotonic()
-    # a resumed run has evaluated the start already
+    # A resumed run has evaluated the start already.
     trainer.args.eval_on_start &= checkpoint is None
     if checkpoint and trainer.stream is not None:
         num_passed_over = trainer.num_sequences(step_of(checkpoint))
@@ -328,7 +328,7 @@ class StopOnSignal(TrainerCallback):
             raise KeyboardInterrupt
         self.received.add(number)
         if number == signal.SIGINT and self.ranks.is_first:
-            # a closed terminal. os.write, since Python's files are not reentrant
+            # The terminal may be closed. os.write, since Python's files are not reentrant.
             with suppress(OSError):
                 text = "stopping  after this step; Ctrl-C again stops at once, without a checkpoint"
                 os.write(2, f"\n{text}\n".encode())

@@ -79,7 +79,7 @@ class Exporter:
         model = trainer.model
         weights = dict(full_weights(model)) if trainer.is_deepspeed_enabled else None
         if trainer.args.should_save:
-            # without TRL's frozen copy of the starting adapter
+            # Without TRL's frozen copy of the starting adapter.
             model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=weights)
             # PEFT's card has only paths of this machine
             (folder / "README.md").unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict
     ranks would wait.
     """
     exported: dict[str, Tensor] = {}
-    # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
+    # One tensor at a time, so that each wider copy is freed before the next tensor is gathered.
     try:
         for name, tensor, compensation in weights:
             if dtype is None or not tensor.is_floating_point():
@@ -203,7 +203,7 @@ class CheckpointSealer(TrainerCallback):
                         checkpoint / STREAM_FILE,
                         json.dumps(trainer.stream.state(num_trained)) + "\n",
                     )
-                # a rank must not hash a folder while another writes into it
+                # A rank must not hash a folder while another writes into it.
                 trainer.accelerator.wait_for_everyone()
                 checkpoints.seal(checkpoint, trainer.origin, trainer.ranks)
         finally:

@@ -191,7 +191,7 @@ def _check_schedule(config: Any) -> None:
         schedule = get_scheduler(
             config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings
         )
-        # these step by a loss
+        # These two step by a loss, of which there is none here.
         if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):
             optimizer.step()
             schedule.step()
@@ -352,7 +352,7 @@ def load_splits(recipe: Recipe) -> Splits[data.LoadedSplit]:
             sources, held_out = data.hold_out(sources, **evaluation.model_dump())
         train = data.mix(sources, recipe.data.sources, seed)
     if isinstance(evaluation, DataSplit):
-        # of a dataset on the hub, no more than these is downloaded
+        # Of a dataset on the hub, no more than these examples is downloaded.
         if streaming is not None and evaluation.limit:
             held_out = data.open_split(TrainSplit(**evaluation.model_dump()), task).first(
                 evaluation.limit
@@ -404,7 +404,7 @@ def tokenize_splits(
                 "data.eval: has 1 example, and a study splits the held-out examples; hold out 100 "
                 "or more"
             )
-        # the even examples choose, the odd ones judge
+        # The even examples choose, the odd ones judge.
         first = int(recipe.data.eval_part == "verdict")
         evaluation = evaluation.select(range(first, len(evaluation), 2))
     return Splits(train, held_out), Splits(train_tokens, evaluation)
@@ -451,7 +451,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
     # Derived: keys that other sections own, so that no value stands in a recipe twice.
     derived: dict[str, Any] = {
         "output_dir": str(output_dir),
-        # only for TRL's logs: the optimizer gets the recipe's section
+        # Only for TRL's logs: the optimizer gets the recipe's section.
         "learning_rate": recipe.optimizer.lr,
         "weight_decay": recipe.optimizer.weight_decay,
         "disable_tqdm": True,
@@ -467,15 +467,15 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
         offloads = shared.config.get("offload_params")
         derived |= {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": offloads}}
     if recipe.data_task == "sft":
-        # the tokens have their labels; TRL would ask for conversations
+        # The tokens have their labels; TRL would ask for conversations.
         derived["assistant_only_loss"] = False
     # transformers would have DDP search the graph for parameters without a gradient at every step.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
-    # the other ranks' libraries are as quiet as those of the first
+    # The other ranks' libraries are as quiet as those of the first.
     defaults["log_level_replica"] = "passive"
     defaults["run_name"] = RunFolder(recipe.run.output_dir).name
     if recipe.run.early_stopping:
-        # as transformers, but only with load_best_model_at_end
+        # As transformers does, but only with load_best_model_at_end.
         defaults["metric_for_best_model"] = "loss"
     if shared.kind == "fsdp2":
         # Otherwise FSDP2 keeps whole gradients until the last micro-batch of a step, instead of 1/N

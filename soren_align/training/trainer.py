@@ -99,7 +99,7 @@ class SorenTrainerMixin(Trainer):
         # compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
         self.ranks = current_ranks()
-        # callbacks whose `values()` belong to the log of an evaluation
+        # Callbacks whose `values()` belong to the log of an evaluation.
         self.evaluated_with: list[Any] = []
         self.batch_hash, self.sealer = BatchHash(self.ranks), CheckpointSealer(self)
         self.add_callback(self.batch_hash)
@@ -239,7 +239,7 @@ class SorenTrainerMixin(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's log, with our measurements beside the loss. Collective, as TRL's is."""
         if self.is_deepspeed_enabled:
-            # computed from the number of parameters, which ZeRO 3 has emptied
+            # total_flos is computed from the number of parameters, which ZeRO 3 has emptied.
             logs.pop("total_flos", None)
         # Training's own log: what the last logging step has measured, summed over ranks.
         if "loss" in logs:

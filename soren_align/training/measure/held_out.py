@@ -66,7 +66,7 @@ class HeldOutRecorder(TrainerCallback):
                 logged.clear()
         # Write: equal examples are one cluster, whose errors are not independent.
         if self.ranks.is_first:
-            # the others have no token in the loss
+            # The other examples have no token in the loss.
             trained = [i for i, weight in enumerate(weights) if weight]
             numbers = {
                 text: number

@@ -67,18 +67,17 @@ class Measurements(TrainerCallback):
         log: MeasurementLog = MeasurementLog(),
     ):
         self.attached, self.start, self.log = attached, start, log
-        # a tensor on the device of the batches: read on logging steps only
+        # A tensor on the device of the batches, which is read on logging steps only.
         self.num_tokens: Any = 0
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
-        # the name of the first matrix of each shape: the same on all ranks
         # One matrix of each shape, always the same ones: their values at different steps can be
         # compared.
         firsts: dict[Any, str] = {}
         for weight in attached.weights:
             firsts.setdefault((weight.shape, weight.layout), weight.matrix_names[0])
         self._decomposed = [*firsts.values()][:MAX_DECOMPOSED]
-        # position and name of the matrix whose map is compared with the exact sigmoid
+        # Position and name of the matrix whose map is compared with the exact sigmoid.
         self._compared = (0, "")
         self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
         self._reset()
@@ -153,10 +152,10 @@ class Measurements(TrainerCallback):
             optimizer = self.attached.optimizer
             # ZeRO 1 and 2 step with a list of one group at a time
             self._matrices = optimizer.param_groups[0]
-            # at the log the schedule has advanced
+            # Noted here, since at the log the schedule has advanced.
             self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])
             names = self.attached.names_of_matrices or [""]
-            # by the step alone: equal on all ranks
+            # By the step alone, so that it is equal on all ranks.
             position = step // max(state.logging_steps, 1) % len(names)
             # A different matrix at each log: all of them come round, at the cost of one
             # decomposition per log.

@@ -165,7 +165,7 @@ class Retention(TrainerCallback):
         # later ones are compared.
         if not args.eval_on_start:
             line = {"step": 0, **self.values()}
-            # from which a resumed run restores damaged lines of the file
+            # From the history a resumed run restores damaged lines of the file.
             state.log_history.append(line)
             if self.ranks.is_first:
                 append(self.folder.metrics, json.dumps(line) + "\n")
@@ -226,7 +226,7 @@ class Retention(TrainerCallback):
             length = max(len(probe.ids) for probe in group) - 1
             ids = torch.zeros(len(group), length, dtype=torch.int64)
             mask = torch.zeros_like(ids)
-            # padded on the right, which causal models do not see
+            # Padded on the right, where a causal model does not look.
             for row, probe in enumerate(group):
                 own = len(probe.ids) - 1
                 ids[row, :own], mask[row, :own] = torch.tensor(probe.ids[:-1]), 1

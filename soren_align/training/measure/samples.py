@@ -186,7 +186,8 @@ class SampleWriter(TrainerCallback):
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         config = GenerationConfig(
             do_sample=False,
-            # an argument of this call: TRL has switched it off in the model's config, which stays
+            # An argument of this call: TRL has switched the cache off in the model's config, which
+            # stays.
             use_cache=True,
             max_new_tokens=prompt.max_new_tokens,
             eos_token_id=sorted(ends) or None,
