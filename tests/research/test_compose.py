@@ -1,18 +1,22 @@
 """A composition is within its certificate, everywhere on its domain, or is refused with what is reachable."""
 
+import time
+
 import mpmath
 import numpy as np
 import pytest
 from research.bound import largest_error
-from research.compose import compose, refuse_unsuitable, target_of
+from research.compose import compose, num_products, over_muon, refuse_unsuitable, target_of
 from soren_align.core.errors import UserError
-from soren_align.spectral.composition import TOP, value
+from soren_align.spectral.composition import TOP, Composition, from_dict, value
 
 EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the error
+    "soft sign": ("x / sqrt(x^2 + tau^2)", {"tau": 0.1}, "nu", 1.0, 0.005),
     "tanh": ("tanh(x / tau)", {"tau": 0.1}, "nu", 1.0, 0.005),
     "clip": ("min(x / tau, 1)", {"tau": 0.1}, "nu", 1.0, 0.03),
     "Soren-lambda": ("(x + sqrt(x^2 + 0.2)) / (1 + sqrt(1.2))", {}, "norm", 1.0, 0.03),
     "of rms": ("tanh(x / 2)", {}, "rms", 10.0, 0.01),
+    "polar": ("1", {}, "nu", 1.0, 0.01),
 }
 pytestmark = pytest.mark.rest
 EVERY_EXAMPLE = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
@@ -95,6 +99,32 @@ def test_a_bound_is_proved_where_a_sample_misses_the_error():
     assert where == pytest.approx(0.50001, abs=1e-5)
 
 
+def test_a_bound_of_a_wrong_composition_is_its_error():
+    target = made("x")
+    bound, where = largest_error(Composition(((1.1,),), (0.5,), 0, 0.0, 1.1), target, 0.01, 1.0)
+    assert bound == pytest.approx(0.1, rel=0.03)
+    assert bound >= 0.1
+    assert where > 0.98
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("1 / (x - 0.5)", "is not finite at or near x = 0.5; write a function that is finite on [0.0004, 1]"),
+    ("1 / (x - 0.12345)", "is not finite at or near x = 0.123"),
+    ("exp(1000 * x)", "is not finite"), ("log(x - 0.5)", "is not finite at or near x = 0.0004"),
+    ("sqrt(-x)", "is not finite"), ("exp(exp(exp(9 * x)))", "is not finite"), ("10^5000 * x", "is not finite"),
+    ("0 * x", "the largest value of 0 * x on [0.0004, 1] is 0"),
+    ("x - 0.5", "is -0.5 at x = 0.0004, and with a negative value the update would raise the loss; write max("),
+    ("1e40 * x", "write one between 1e-30 and 1e30"),
+])  # fmt: skip
+def test_a_formula_without_finite_positive_values_is_refused(text, message):
+    start = time.process_time()
+    with pytest.raises(UserError) as caught:
+        made(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - start < 2
+
+
 def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached():
     target = made("min(x / 0.03, 1)")
     with pytest.raises(UserError) as caught:
@@ -105,3 +135,13 @@ def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached():
     offer = float(sentence.split("write --error ")[1].split(",")[0])
     assert offer < 0.05
     assert compose(target, offer).error <= offer
+
+
+def test_the_cheapest_composition_is_chosen_and_its_record_is_read_again():
+    composed = [compose(made("tanh(x / 0.1)"), error) for error in (0.1, 0.005, 0.0005)]
+    products = [num_products(each.composition) for each in composed]
+    assert products == sorted(products)
+    assert products[0] < products[-1]
+    for each in composed:
+        assert from_dict(each.as_dict()) == each
+    assert over_muon(lambda m, n: m * m * n) < 1

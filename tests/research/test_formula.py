@@ -50,6 +50,14 @@ def test_intervals_contain_the_value_and_the_derivative(text, function):
     assert np.isfinite(jet.slope.high).all()
 
 
+def test_an_interval_without_a_value_is_not_a_number_whatever_follows():
+    box = intervals.variable(np.array([-0.5]), np.array([0.5]))
+    for text in ("1 / x", "log(x)", "sqrt(x)", "x^0.5", "x^-1", "x^x", "tanh(log(x))", "min(max(sqrt(x), 0), 1)"):
+        value = parse(text)(box).value
+        assert np.isnan(value.largest()).all(), text
+    assert parse("x^2")(box).value.low[0] == 0
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("", "is empty; write a function of x"),
     ("foo(x)", "'foo(x)' is not allowed; write numbers, x, + - * / ^, and exp, log, tanh, sqrt, min, max"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from soren_align.core.figures import LIGHT
 from soren_align.optim import Soren
 from soren_align.spectral import MAPS
 
@@ -37,3 +38,15 @@ def test_a_formula_becomes_a_file_that_soren_reads(tmp_path, capsys):
 def test_every_map_is_shown_by_its_name(name, capsys):
     assert maps.main([name]) == 0
     assert "FLOPs over Muon's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "largest"), [("sns", "4.37% at 1"), ("released", "91.90% at 0.01")])
+def test_the_picture_of_a_map_by_its_name_has_the_largest_error_on_the_papers_interval(name, largest):
+    """In the paper 4.37% of SNS, by its scalar iteration (test_spectra.py computes it again)."""
+    figure = maps._figure(name, LIGHT)
+    assert figure.axes[1].get_title("left") == f"relative error, %; largest: {largest}"
+
+
+def test_a_formula_that_no_polynomials_reach_is_refused_with_the_possible_errors(capsys):
+    assert maps.main(["min(x / 0.01, 1)", "--error", "0.0001"]) == 2
+    assert "no polynomials reach the error 0.0001 for min(x / 0.01, 1); possible errors: " in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from research.studies import minimax_polynomials as polynomials
+from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral.products import SIGN, TANH, TANH_WIDE, TOP
 
 pytestmark = pytest.mark.rest
@@ -47,3 +48,14 @@ def test_the_tanh_certificates_hold(table, largest, error):
     values = odd(table, x)
     assert (np.abs(values - np.tanh(x / 2)) / (1 + np.tanh(x / 2))).max() <= error
     assert (np.diff(values) >= -1e-12).all()
+
+
+@pytest.mark.parametrize("resolution", [0.01, RESOLUTION])
+def test_the_shipped_degrees_are_on_the_front(resolution):
+    num_restarts = SIGN[resolution].num_restarts
+    assert num_restarts == polynomials.NUM_RESTARTS.get(resolution, 2)
+    degrees = polynomials.RESOLUTIONS[resolution]
+    cost = polynomials.num_square_products(degrees, num_restarts)
+    error, _ = polynomials.front(resolution, num_restarts, most=cost)[cost]
+    # 1%: the order of the degrees changes the error that little, and the rounding of the products more
+    assert error <= SIGN[resolution].error <= 1.01 * error + 1e-5

@@ -1,4 +1,4 @@
-"""`pip install -e research` gives optimizers the null maps, by the entry points of its pyproject.toml."""
+"""`pip install -e research` gives recipes the null maps, by the entry points of its pyproject.toml."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.process
 @pytest.mark.rest
-def test_optimizers_know_the_null_maps_by_the_entry_points_of_the_package(tmp_path):
+def test_recipes_know_the_null_maps_by_the_entry_points_of_the_package(tmp_path):
     project = tomllib.loads((ROOT / "research/pyproject.toml").read_text())["project"]
     points = project["entry-points"]["soren_align.maps"]
     metadata = tmp_path / "soren_align_research-0.dist-info"  # as pip would write it
@@ -22,8 +22,9 @@ def test_optimizers_know_the_null_maps_by_the_entry_points_of_the_package(tmp_pa
     lines = "".join(f"{name} = {target}\n" for name, target in points.items())
     (metadata / "entry_points.txt").write_text(f"[soren_align.maps]\n{lines}")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    loads = "import sys; from soren_align.optim import Soren; from torch import nn, eye; "
-    loads += "[Soren([nn.Parameter(eye(3))], 0.1, map=name) for name in sys.argv[1:]]"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", loads, *points], env=environment, cwd=tmp_path,
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    plan = [sys.executable, "-W", "error", "-m", "soren_align", "plan", "quickstart/sft"]
+    for name in points:
+        arguments = [*plan, "--set", "optimizer.name=soren", "--set", f"optimizer.map={name}"]
+        done = subprocess.run(arguments, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"{name}, a null map" in done.stdout

@@ -1,5 +1,8 @@
 """The error of the maps on recorded momenta: the bars of the default map, and the real map in float32."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from research.recorded import recorded_spectra
@@ -10,6 +13,7 @@ from soren_align.spectral.products import SIGN
 from tests.support.spectra import matrix_of
 
 pytestmark = pytest.mark.rest
+PAGE = Path(__file__).parents[2] / "research/studies/spectra.md"
 RECORDED = recorded_spectra()
 SMOLLM2 = [s for s in RECORDED if (s.set, s.step) == ("smollm2", 12)]
 QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
@@ -24,6 +28,21 @@ def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set()
     for key, (mean, worst) in default.items():
         assert mean <= 0.33 * sns[key][0], key
         assert worst < sns[key][1], key
+
+
+def test_the_table_of_the_study_holds_the_errors_on_the_shipped_spectra(capsys):
+    composed = {r: lambda sigma, r=r: polynomials.minimax_values(sigma, SIGN[r].steps) for r in SIGN}
+    maps = [composed[0.0004], composed[0.001], composed[0.01], polynomials.sns_values]
+    for values in maps:
+        polynomials.print_row("", values)
+        assert capsys.readouterr().out.removeprefix("|  |  |  |") in PAGE.read_text(encoding="utf-8")
+
+
+def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
+    for spectrum in RECORDED:
+        sigma = spectrum.sigma.numpy()
+        kept = sigma > 1e-3 * np.sum(sigma**8) ** (1 / 8)
+        assert np.abs(default_values(sigma) * (1 + np.exp(-sigma)) - 1)[kept].max() <= 0.005
 
 
 @pytest.mark.parametrize("spectrum", QUICKSTART[3:5], ids=lambda s: s.name)
