@@ -109,29 +109,6 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(files) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
 
 
-def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores_and_the_status():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    first_screen = "\n".join(lines[:36])
-    for part in ("docs/idea.svg", "\nsoren-align sft quickstart/sft", "docs/sft.svg", "| after DPO |", "> [!NOTE]"):
-        assert part in first_screen
-    assert re.findall(r"\nsoren-align sft (\S+)", first_screen)[0] in shipped.recipes()
-    assert any("soren_align/optim/step.py" in line for line in lines)
-
-
-@pytest.mark.rest
-def test_the_picture_of_the_idea_is_drawn_from_the_maps_and_the_recorded_spectra():
-    pictures = script("docs/make_pictures.py")
-    lines = pictures.spectra()
-    middle = {name: float(line[len(line) // 2]) for name, line in lines.items()}
-    assert middle["Soren"] == pytest.approx(1, abs=0.01)
-    assert middle[pictures.MOMENTUM] < middle[pictures.RELEASED] < middle["AdamW"] < middle["Muon"]
-    assert pictures.numbers(lines) in (ROOT / "research/studies/spectra.md").read_text(encoding="utf-8")
-    for name, colors in (("idea", pictures.LIGHT), ("idea-dark", pictures.DARK)):
-        drawn, shipped = pictures.draw(lines, colors), (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
-        assert drawn.count("<path") == shipped.count("<path")
-
-
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
     (code,) = [block for block in blocks("CONTRIBUTING.md", "python") if "HILL" in block]
     exec(code, names := {})
@@ -200,26 +177,6 @@ def test_every_measurement_is_explained_and_taken(metric):
     for key in filter(None, (metric.key, metric.further_key)):
         assert f"`{key}`" in text
         assert f'"{key}"' in sources or key == "learning_rate"  # which TRL logs
-
-
-def test_a_page_of_the_site_links_to_pages_of_the_site():
-    site = script("docs/make_site.py")
-    text = (
-        "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](../research/README.md), [d](../README.md), "
-        "[`e`](../soren_align/optim/step.py), [f](https://example.org/a.md), [g](../CONTRIBUTING.md) ![h](house.svg)\n"
-        "```\n[a](../README.md)\n```\n"
-    )
-    page, pictures = site.site_page("docs/data.md", text)
-    assert page == (
-        "[a](own-data.md#x), [b](recipes/quickstart/index.md), c, [d](index.md), "
-        "`e`, [f](https://example.org/a.md), [g](contributing.md) ![h](house.svg)\n"
-        "```\n[a](../README.md)\n```\n"
-    )
-    assert pictures == ["docs/house.svg"]
-    assert site.site_page("recipes/quickstart/README.md", "[a](../../docs/data.md)")[0] == "[a](../../data.md)"
-    home, pictures = site.site_page(site.HOME, (ROOT / site.HOME).read_text(encoding="utf-8"))
-    assert pictures == ["docs/idea.svg", "docs/idea-dark.svg"]
-    assert 'src="idea-dark.svg#only-dark"' in home
 
 
 @pytest.mark.rest

@@ -8,8 +8,6 @@ import pytest
 import torch
 from soren_align import optim, recipe
 from soren_align.core import optimizer_settings
-from soren_align.optim.group_settings import RULE_DEFAULTS
-from soren_align.optim.optimizer import SharedSettings
 from soren_align.recipe import optimizer
 from soren_align.spectral import SOREN_MAPS
 
@@ -40,11 +38,6 @@ def test_a_section_has_the_settings_of_the_class(name):
     assert ours - ONLY_ADAMW == theirs - ONLY_ADAMW
 
 
-def test_the_shared_settings_with_types_are_those_with_defaults():
-    shared = set(SharedSettings.__annotations__) | {"adjust_lr_fn"}  # whose default is the class's own
-    assert shared == set(RULE_DEFAULTS["spectral"])
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_recipes_defaults_are_those_of_the_class(name):
     resolved = member(name).model_dump()
@@ -71,22 +64,12 @@ def test_the_recipes_defaults_are_those_of_the_class(name):
 
 
 @pytest.mark.parametrize("name", SOREN_MAPS)
-def test_the_defaults_of_a_map_are_those_of_the_settings(name):
-    assert optimizer.MAP_SECTIONS[name](name=name).model_dump() == {"name": name, **SOREN_MAPS[name].defaults}
-
-
-@pytest.mark.parametrize("name", SOREN_MAPS)
 def test_a_group_holds_the_complete_map_of_the_recipe(name):
     section = optimizer.SorenSettings(name="soren", lr=0.1, aux_lr=0.1, map=name)
     group = built(section.model_dump(exclude_none=True)).param_groups[0]
     assert group["map"] == section.map.model_dump() == {"name": name, **SOREN_MAPS[name].defaults}
     bare = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1, map=name)
     assert bare.param_groups[0]["map"] == group["map"]
-
-
-def test_the_default_map_of_the_class_is_the_recipes():
-    group = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1).param_groups[0]
-    assert group["map"] == member("soren").map.model_dump()
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -157,8 +140,3 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
     assert is_accepted(lambda: section(**{"name": name, "lr": 0.1, key: value})) == wanted
     parameters = [torch.nn.Parameter(torch.zeros(2, 3))]
     assert is_accepted(lambda: CLASSES[name](parameters, 0.1, **{key: value})) == wanted
-
-
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_every_class_has_a_section_with_its_name_as_title(name):
-    assert optimizer.OPTIMIZER_SECTIONS[name].title == CLASSES[name].__name__

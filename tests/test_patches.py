@@ -5,9 +5,8 @@ import os
 
 import pytest
 from soren_align.core.patches import OVERRIDDEN, PATCHES, hub_offline, patched
-from soren_align.run.weights import trl_config_names
 from soren_align.training.trainer import SorenDPOTrainer, SorenPretrainer, SorenSFTTrainer, SorenTrainerMixin
-from transformers import Llama4TextConfig, MixtralConfig, Trainer
+from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 
 
@@ -62,20 +61,3 @@ def test_a_name_without_a_reason_is_not_changed():
     with pytest.raises(AssertionError, match=r"os\.getcwd has no entry"), patched("os.getcwd", None):
         pass
     assert callable(os.getcwd)
-
-
-def test_llama_4_has_trls_name_within_the_block_alone():
-    class Model:
-        def __init__(self, config):
-            self.config = config
-
-    config = Llama4TextConfig(num_local_experts=3)
-    names = dict(Llama4TextConfig.attribute_map)
-    with trl_config_names(Model(config)):
-        assert config.num_experts == 3
-        assert "num_experts" not in config.to_dict()
-    assert not hasattr(config, "num_experts")
-    assert Llama4TextConfig.attribute_map == names
-    mixtral = MixtralConfig(num_local_experts=2)
-    with trl_config_names(Model(mixtral)):  # it has the name itself
-        assert mixtral.num_experts == 2

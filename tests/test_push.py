@@ -8,7 +8,6 @@ import pytest
 from huggingface_hub import HfApi
 from soren_align.core.errors import UserError
 from soren_align.publish import push as pushing
-from soren_align.publish.card import write_card
 from soren_align.publish.push import push
 from soren_align.run.folder import MERGED_FROM
 from soren_align.run.provenance import fingerprint
@@ -96,17 +95,6 @@ def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(there, run, c
     said = capsys.readouterr().err
     assert all(name in said for name in strangers)
     assert "left out" in said
-
-
-def test_the_pictures_of_the_card_arrive_with_it(there, run, capsys):
-    run.curves.write_bytes(b"\x89PNG\r\n\x1a\n")
-    write_card(run)
-    (run.model / "scores.png").write_text("mine, and no picture of the run")
-    push("run", "me/zoo")
-    assert there.sent["curves.png"] == run.curves.read_bytes()
-    assert b'/me/zoo/resolve/main/curves.png"' in there.sent["README.md"]
-    assert "scores.png" not in there.sent
-    assert "part of a model: optimizer.pt, scores.png, training_args.bin" in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration(hub, tmp_path, monkeypatch):
@@ -220,13 +208,3 @@ def test_a_run_that_is_running_is_not_sent(there, run):
     with lock_of_another_process(run), held:
         push("run", "me/zoo")
     assert there.calls == []
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", ""])
-def test_a_link_in_the_model_or_in_its_place_is_not_sent(there, run, tmp_path, name):
-    (run.model / name).touch()
-    (run.model / name).rename(tmp_path / "elsewhere")
-    (run.model / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a symbolic link"):
-        push("run", "me/zoo")
-    assert there.sent == {}

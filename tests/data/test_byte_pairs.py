@@ -5,9 +5,9 @@ from datasets import Dataset
 from soren_align.core.errors import UserError
 from soren_align.data import encode, load_split, trained_tokenizer
 from soren_align.data.tokenizer import train_tokenizer
-from tests.support.conversations import animal_text, chat_row, split
+from tests.support.conversations import animal_text, split
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 TEXTS = [animal_text(i) for i in range(40)]
 
@@ -37,12 +37,6 @@ def test_equal_examples_have_equal_tokenizers_wherever_they_are_trained(write, t
     assert trained_tokenizer(dataset, 300, tmp_path / "here") == here
     assert (here / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
     assert not [entry for entry in here.parent.iterdir() if entry.name.startswith("part-")]
-
-
-def test_conversations_train_it_too(write, tmp_path):
-    dataset = load_split(split(write("rows.jsonl", [chat_row(i) for i in range(40)])), "sft").dataset
-    tokenizer = AutoTokenizer.from_pretrained(trained_tokenizer(dataset, 300, tmp_path))
-    assert tokenizer.tokenize("Animal number") != list("AnimalĠnumber")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

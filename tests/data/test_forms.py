@@ -9,7 +9,6 @@ import pytest
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
 from tests.support.conversations import chat, refused, split
-from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 
 SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 CHAT = chat(3, turns=2, system=True)
@@ -179,17 +178,6 @@ def test_dropped_rows_of_different_turns_are_counted_together_and_of_one_turn_na
     assert of_one.dropped == {reason.format("chosen[3]", "chosen[4]"): 2}
     of_two = load_split(split(write("b.jsonl", [chosen(1), good, chosen(2)]), bad_examples="drop"), "dpo")
     assert of_two.dropped == {reason.format("chosen[i]", "chosen[i+1]"): 2}
-
-
-def test_the_papers_datasets_stay_what_they_were(tmp_path):
-    chats, pairs = ultrachat_200k(tmp_path), ultrafeedback_binarized(tmp_path)
-    loaded = load_split(split(chats["train_sft"]), "sft")
-    assert loaded.layout == "chat messages (like ultrachat_200k)"
-    assert loaded.dataset.column_names == ["messages"]
-    loaded = load_split(split(pairs["test_prefs"]), "dpo")
-    assert loaded.layout == "preference pairs (like ultrafeedback_binarized)"
-    assert loaded.dataset.column_names == ["chosen", "rejected"]
-    assert (loaded.num_examples, len(loaded.dataset)) == (8, 8)
 
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "image", "image": "a.png"}]

@@ -180,13 +180,6 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(write, monkeypa
     assert checked == []
 
 
-def test_a_refused_file_is_refused_again_and_accepted_when_mended(write):
-    path = write("rows.jsonl", [chat_row(), {"messages": []}])
-    assert refused(split(path)) == refused(split(path))
-    write("rows.jsonl", [chat_row(), chat_row(1)])
-    assert load_split(split(path), "sft").num_examples == 2
-
-
 def test_a_local_file_touches_no_network_and_prints_nothing(write, monkeypatch, capfd):
     def no_network(*address):
         raise AssertionError(f"connects to {address}")
@@ -289,13 +282,6 @@ def test_a_missing_split_is_named_with_those_there_are(hub_dataset):
 def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
     message = refused(split(hub_dataset, "test_prefs", revision="v2"), "dpo")
     assert f"the cached copy is revision {COMMIT}, not 'v2'" in message
-
-
-def test_bad_examples_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
-    monkeypatch.setattr("soren_align.data.turns.ROLES", {"user": ()})
-    lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
-    assert lines[0] == "owner/replica (test_prefs): 2 of 2 examples cannot be used for dpo; fix these examples:"
-    assert lines[1].startswith("  owner/replica (test_prefs) record 1: chosen[1] has the role 'assistant'")
 
 
 def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():

@@ -59,12 +59,6 @@ def test_weights_say_how_often_rows_are_taken(two):
     assert all(len(s["sha256"]) == 64 for s in loaded.source["sources"])
 
 
-def test_a_fraction_of_one_source_is_drawn_not_cut_off(two):
-    loaded = load_mixture([source(two[1], 0.5)], "sft", 42)
-    assert len(loaded.dataset) == 10
-    assert asked(loaded.dataset) != asked([{"messages": chat(i)} for i in range(8, 18)])
-
-
 def test_the_seed_decides_and_nothing_else(two):
     def order(seed):
         loaded = load_mixture([source(two[0], 0.5), source(two[1], 1.5)], "sft", seed)

@@ -3,7 +3,6 @@
 import pytest
 from datasets import Dataset
 from rich.console import Console
-from soren_align.core.errors import UserError
 from soren_align.data import dataset_stats, load_split, show_example, tokenize
 from soren_align.data.encode import encode
 from soren_align.tasks import TASKS
@@ -207,22 +206,6 @@ def test_unknown_tokens_are_counted_unless_they_end_texts(make_tokenizer, unknow
     messages = [{"role": "user", "content": "<|unknown|>"}, {"role": "assistant", "content": "A<|unknown|><|unknown|>"}]
     dataset = Dataset.from_list([{"messages": messages}, {"messages": chat(1)}])
     assert dataset_stats(dataset, "sft", tokenizer, max_length=None).num_unknown_tokens == expected
-
-
-def test_a_row_without_marked_tokens_stops_the_account(make_tokenizer):
-    only_long = CHATML.replace("{% if m['role'] == 'assistant' %}", "{% if loop.index == 4 %}")
-    dataset = Dataset.from_list([{"messages": chat(0, turns=2)}, {"messages": chat(1)}])
-    with pytest.raises(UserError, match="marks no token of the answer 'Animal number 1"):
-        dataset_stats(dataset, "sft", make_tokenizer(only_long), max_length=None, assistant_only_loss=True)
-
-
-def test_the_account_leaves_the_tokenizer_alone(make_tokenizer, rows, capfd):
-    tokenizer = make_tokenizer()
-    tokenizer.model_max_length = 5
-    before = repr(vars(tokenizer))
-    dataset_stats(rows("sft"), "sft", tokenizer, max_length=None)
-    assert repr(vars(tokenizer)) == before
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])

@@ -10,10 +10,8 @@ from operator import itemgetter
 from pathlib import Path
 
 import pytest
-import trl
 from datasets import Dataset
 from soren_align import recipe
-from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, set_template
 from tests.support import published_tokenizers as tokenizers_like
@@ -52,13 +50,6 @@ def test_renders_are_the_originals_byte_for_byte(name, add_generation_prompt):
     for chat, tools in product(chats, [None, TOOLS] if name == "qwen2.5" else [None]):
         how = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
         assert mine.apply_chat_template(chat, **how) == theirs.apply_chat_template(chat, **how)
-
-
-def test_the_original_of_qwen_is_trls_with_another_system_sentence():
-    file = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
-    instruct = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    text = file.read_text(encoding="utf-8").replace(instruct, "You are a helpful assistant.")
-    assert (ORIGINALS / "qwen2.5.jinja").read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -132,11 +123,3 @@ def test_a_template_that_a_recipe_cannot_name_is_told(tmp_path, monkeypatch, tas
     (tmp_path / "my.yaml").write_text(RECIPE.format(task=task, model=model, trainer=trainer))
     with pytest.raises(UserError, match=message):
         recipe.load("my.yaml")
-
-
-def test_the_shipped_ones_are_named_in_a_recipe(tmp_path):
-    assert list(shipped.templates()) == ["qwen2.5", "zephyr"]
-    file = tmp_path / "my.yaml"
-    file.write_text(RECIPE.format(task="dpo", model="chat_template: zephyr, eos_token: </s>", trainer=""))
-    model = recipe.load(str(file)).model
-    assert (model.chat_template, model.eos_token) == ("zephyr", "</s>")

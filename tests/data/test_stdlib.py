@@ -1,6 +1,5 @@
 """python:stdlib: the standard library's text, the same on every run, split by names."""
 
-import hashlib
 import sysconfig
 
 import pytest
@@ -56,19 +55,6 @@ def test_a_copy_of_a_training_module_is_not_in_validation(library):
     (library / name).write_text((library / trained).read_text())
     assert f"x = {trained!r}\n" not in texts("validation")
     assert len(StandardLibrary.of_split("validation").files) == len(texts("validation"))
-
-
-def test_the_record_identifies_the_text(library):
-    source = load_split(split("python:stdlib", "train"), "sft").source
-    trained = sorted(name for name in NAMES if name not in VALIDATION)
-    assert source["num_modules"] == len(trained)
-    assert source["num_bytes"] == sum(len(text.encode()) for text in texts("train"))
-    names = sorted([*trained, *(f"pydoc_data/topics.py:{t}" for t in ("assert", "with"))])
-    names = [name for name in names if not is_validation(name)]
-    contents = {f"x = {name!r}\n": name for name in trained} | {"Assert a\nthing": names[-2], "Manage": names[-1]}
-    hashes = [(contents[text], hashlib.sha256(text.encode()).hexdigest()) for text in texts("train")]
-    assert [name for name, _ in hashes] == names
-    assert source["sha256"] == hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
 def test_a_stream_has_the_examples_of_a_pass(library):

@@ -14,7 +14,6 @@ from soren_align.core.errors import UserError
 from soren_align.data import files as local_files
 from soren_align.data import load_split, open_stream
 from soren_align.data import stream as streams
-from soren_align.data.hub import StreamReader
 from tests.support.conversations import chat_row, pair_row, split
 
 TEXTS = [{"text": f"Text number {i}.", "url": f"http://{i}", "timestamp": "2019"} for i in range(100)]
@@ -90,12 +89,6 @@ def test_a_stream_resumes_at_every_block_in_every_source(folder, write):
         for number in (0, 1, 12, 29):
             start = json.loads(json.dumps(taken[number].start))  # as in a checkpoint
             assert blocks(preview, 30 - number, start) == taken[number:]
-
-
-def test_a_limit_is_of_each_pass(folder):
-    taken = blocks(opened(source(folder, limit=30))[0], 8)
-    assert [len(block.examples) for block in taken] == [8, 8, 8, 6] * 2
-    assert set(texts(taken)) == {row["text"] for row in TEXTS[:30]}
 
 
 def test_a_mixture_draws_from_each_source_by_its_weight(folder, write):
@@ -225,12 +218,3 @@ def test_an_error_of_the_hub_is_one_sentence(hub_stream, tmp_path):
     message = r"owner/texts \(train\): after 30 records the hub could no longer be read: .*; rerun"
     with pytest.raises(UserError, match=message):
         blocks(preview, 12)
-
-
-def test_a_position_of_a_reader_is_that_of_the_last_record(hub_stream):
-    dataset = datasets.IterableDataset.from_generator(lambda: iter(TEXTS))
-    reader = StreamReader(dataset, "place")
-    taken = [record for _, (_, record) in zip(range(10), reader, strict=False)]
-    again = StreamReader(dataset, "place", reader.position)
-    assert taken == TEXTS[:10]
-    assert next(iter(again)) == ("place record 11", TEXTS[10])

@@ -229,12 +229,6 @@ def test_examples_with_tools_mix_with_others_and_are_held_out_by_the_same_hash(w
     assert Dataset.from_list([{"messages": chat(1)}])[0]["messages"] in [row["messages"] for row in mixed]
 
 
-def test_tools_that_only_some_examples_have_are_read_in_any_order(loaded):
-    plain, with_tools = {"messages": chat(1)}, FORMS["OpenAI"]
-    for rows in ([plain, with_tools], [with_tools, plain]):
-        assert sorted(bool(row["tools"]) for row in loaded(rows)) == [False, True]
-
-
 def test_tools_that_only_late_examples_have_are_never_ignored(write):
     rows = [*({"messages": chat(i)} for i in range(60)), FORMS["OpenAI"]]
     with pytest.raises(UserError, match=":61: has the key tools, which none of the first examples has"):

@@ -9,7 +9,7 @@ import trl
 from datasets import Dataset
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.data import check_template, dataset_stats
+from soren_align.data import dataset_stats
 from soren_align.data.encode import encode
 from soren_align.training import model as starting_model
 from tests.support.conversations import CHATML, chat
@@ -146,18 +146,6 @@ def loaded(monkeypatch, tokenizer):
     model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None, tokenizer=None)
     recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
     return starting_model.load_tokenizer(recipe, "lab/chat")
-
-
-@pytest.mark.parametrize("part", [
-    "{{ 1 | tojson(default=messages) }}", "{% include 'x' %}", "{% import 'x' as x %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-])  # fmt: skip
-@pytest.mark.parametrize("condition", ["true", "messages[0].content == 'dummy'"])  # of TRL's conversations
-def test_a_template_that_fails_inside_trl_is_refused_by_the_first_example(make_tokenizer, monkeypatch, part, condition):
-    unstable = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = loaded(monkeypatch, make_tokenizer(unstable + "{% if " + condition + " %}" + part + "{% endif %}"))
-    with pytest.raises(UserError, match="chat template"):
-        check_template(tokenizer, "sft", True, Dataset.from_list([{"messages": TWO}]))
 
 
 @pytest.mark.parametrize(("name", "replaced"), [("qwen2_5", False), ("llama3_1", False), ("qwen3", True)])

@@ -33,11 +33,6 @@ def test_they_do_not_return_when_the_tokenizer_is_loaded_again(tokenizers, tmp_p
     assert again(TEXT)["input_ids"] == trimmed(TEXT)["input_ids"]
 
 
-def test_a_tokenizer_that_fits_is_returned_as_it_is():
-    tokenizer = qwen()
-    assert within_vocabulary(tokenizer, len(tokenizer)) is tokenizer
-
-
 def test_pieces_of_texts_cannot_be_left_out():
     message = r"model.tokenizer: this tokenizer has \d+ tokens, but vocab_size in config.json is only 300"
     with pytest.raises(UserError, match=message):

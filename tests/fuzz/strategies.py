@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from soren_align.core import shipped
 from tests.support.run_folders import add_results, finished_run
-from tests.support.study_runs import TINY, end_all, study_of
 
 FOREIGN = Path(__file__).resolve().parent.parent / "importers" / "foreign"
 OUTSIDE = ["../outside", "../../outside", "../outside/deep", "@ROOT@/outside", "@ROOT@/outside/victim.txt"]
@@ -102,16 +101,6 @@ def recipes():
     return yaml_files(shipped.recipes().values())
 
 
-def other_tools():
-    """The content of another tool's configuration."""
-    return yaml_files(sorted(FOREIGN.glob("*.yaml")))
-
-
-def suites():
-    """The content of a suite."""
-    return yaml_files(shipped.suites().values())
-
-
 @cache
 def dotted_keys():
     """Every key of the shipped recipes, as after --set."""
@@ -189,14 +178,6 @@ def whole_run():
         return {name: re.sub(rb',\s*"record_sha256": "\w+"', b"", data) for name, data in _files(root).items()}
 
 
-@cache
-def whole_study():
-    """The files of a folder with a study that has ended: tiny.yaml and study/."""
-    with tempfile.TemporaryDirectory() as root, contextlib.chdir(root):
-        end_all(study_of(root), lambda run: 1 + run.number + run.seed / 1000)
-        return _files(root)
-
-
 def _files(root):
     found = {str(file.relative_to(root)): file.read_bytes() for file in Path(root).rglob("*") if file.is_file()}
     return {name: data.replace(root.encode(), b"@ROOT@/work") for name, data in sorted(found.items())}
@@ -226,30 +207,3 @@ def folders(draw, files, pattern="."):
         else:
             files[name] = draw(damaged(content))
     return files
-
-
-SAMPLES = [
-    {"doc_id": i, "doc": {"question": f"q{i}", "id": str(i)}, "target": "a", "arguments": {"gen_args_0": {"arg_0": "q"}},
-     "resps": [["a"]], "filtered_resps": ["a"], "filter": "none", "metrics": ["acc"], "acc": float(i % 2),
-     "doc_hash": "0" * 64, "prompt_hash": "1" * 64, "target_hash": "2" * 64}
-    for i in range(4)
-]  # fmt: skip
-TABLE = b"id,task,score\n" + b"".join(b"%d,zoo,%d\n" % (i, i % 2) for i in range(4))
-
-
-@st.composite
-def samples_files(draw):
-    """(name, content) of another tool's results: lm-eval's samples, or a table."""
-    if draw(st.booleans()):
-        rows = [draw(changed(row)) if draw(st.booleans()) else row for row in SAMPLES]
-        content = b"\n".join(map(as_json, rows))
-        return "samples_zoo_2026-01-01T00-00-00.jsonl", draw(st.one_of(st.just(content), damaged(content)))
-    rows = [{"id": i, "task": "zoo", "score": i % 2} for i in range(4)]
-    table = b"\n".join(map(as_json, draw(changed(rows))))
-    return draw(st.sampled_from([("table.jsonl", table)])) if draw(st.booleans()) else ("t.csv", draw(damaged(TABLE)))
-
-
-def study_files():
-    """The content of a study's file."""
-    tree = YAML(typ="safe", pure=True).load(TINY)
-    return st.one_of(changed(tree).map(as_json), damaged(TINY.encode()))

@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.importers import import_file, keys
+from soren_align.importers import import_file
 from soren_align.importers.engine import convert, flattened
 from soren_align.importers.importer import to_table, to_text
-from soren_align.recipe import schema, trl
+from soren_align.recipe import trl
 from soren_align.recipe.loader import load_text, parse
-from soren_align.recipe.optimizer import AdamWSettings
 from tests.support import command
-from transformers import TrainerState, TrainingArguments
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}
@@ -94,47 +92,31 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("handbook-zephyr-7b-beta-sft-full", "optimizer.lr", 3e-5),
     ("handbook-zephyr-7b-beta-sft-full", "optimizer.weight_decay", 0.0),  # our own default is 0.1
     ("handbook-zephyr-7b-beta-sft-full", "trainer.warmup_steps", 0.05),
-    ("handbook-zephyr-7b-beta-sft-full", "trainer.max_length", 2048),
-    ("handbook-zephyr-7b-beta-sft-full", "model.revision", "main"),
     ("handbook-zephyr-7b-beta-sft-full", "data.train.split", "train_sft"),
     ("handbook-zephyr-7b-beta-sft-full", "data.eval.split", "test_sft"),
-    ("handbook-zephyr-7b-beta-sft-full", "data.eval.limit", 700),
     ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
     ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
     ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
-    ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.alpha", 24.0),
     ("handbook-zephyr-7b-beta-sft-qlora", "model.quantize", "4bit"),
-    ("handbook-zephyr-7b-beta-dpo-qlora", "model.lora.dropout", 0.05),
     ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
     ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
-    ("axolotl-dpo-qlora", "model.lora.target_modules", "all-linear"),
     ("axolotl-dpo-qlora", "model.quantize", "4bit"),
-    ("axolotl-dpo-qlora", "model.lora.dropout", 0.1),
-    ("handbook-smollm2-sft-base", "data.eval.split", "test"),
     ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
     ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
     ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
     ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
     ("axolotl-sft", "data.eval.fraction", 0.02),
     ("axolotl-sft", "trainer.eval_steps", 0.083333),  # 4 in each of 3 epochs
-    ("axolotl-sft", "trainer.eval_strategy", "steps"),
-    ("axolotl-sft", "trainer.save_strategy", "epoch"),
     ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
     ("trl-sft", "data.train.name", "short"),
-    ("trl-sft", "data.eval.name", "short"),
-    ("trl-sft", "optimizer.lr", 3e-5),
     ("trl-sft", "optimizer.betas", [0.9, 0.95]),
-    ("trl-sft", "trainer.num_train_epochs", 2),
-    ("trl-sft", "trainer.packing", True),
     ("trl-sft", "trainer.packing_strategy", "wrapped"),
     ("trl-sft", "model.attn_implementation", "kernels-community/flash-attn2"),  # not model_init_kwargs'
     ("handbook-smollm3-sft-mid", "trainer.packing_strategy", "bfd"),  # TRL's default
     ("handbook-zephyr-7b-beta-dpo-qlora", "model.attn_implementation", "flash_attention_2"),
     ("trl-sft", "trainer.gradient_checkpointing", False),
-    ("trl-sft", "trainer.use_cache", False),
     ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are
     ("trl-dpo-lora", "trainer.eval_strategy", "no"),
-    ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
     ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
     ("axolotl-sft", "trainer.assistant_only_loss", True),
     ("axolotl-sft", "optimizer.name", "adamw"),  # of 8-bit AdamW
@@ -142,9 +124,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
     ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
     ("axolotl-sft-bare", "trainer.assistant_only_loss", True),
-    ("axolotl-dpo-qlora", "trainer.beta", 0.3),
     ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
-    ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
 ])  # fmt: skip
 def test_values_arrive_where_a_recipe_has_them(name, key, value):
     found = translated(name).recipe
@@ -266,32 +246,6 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
     assert "add a DEST, beside which the import writes this template" in " ".join(table.split())
 
 
-def test_a_template_and_a_stop_token_go_to_the_model():
-    for source in (SFT, DPO):
-        made = convert({**source, "chat_template_path": "my.jinja", "eos_token": "<|im_end|>"}, "x", task="dpo")
-        assert made.recipe["model"] | {"chat_template": "my.jinja", "eos_token": "<|im_end|>"} == made.recipe["model"]
-    note = note_on(convert({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
-    assert note.changes_training
-    assert "save its chat template as a .jinja file" in note.explanation
-
-
-@pytest.mark.parametrize("per_epoch", [1, 2, 3, 4, 6, 7, 10])
-@pytest.mark.parametrize("epochs", [1, 3, 1.5, None])
-def test_evaluations_per_epoch_are_as_many_as_in_the_source(per_epoch, epochs, tmp_path):
-    keys = {"evals_per_epoch": per_epoch, "saves_per_epoch": per_epoch, "val_set_size": 0.1, "num_epochs": epochs}
-    foreign = {"base_model": "lab/base", "datasets": [{"path": "lab/chat"}], **keys}
-    trainer = convert({key: value for key, value in foreign.items() if value is not None}, "x").recipe["trainer"]
-    if per_epoch == 1:
-        assert (trainer["eval_strategy"], trainer["save_strategy"]) == ("epoch", "epoch")
-        return
-    args = TrainingArguments(str(tmp_path), **{key: trainer[key] for key in ("eval_steps", "save_steps")})
-    num_evaluations = per_epoch * (epochs or 1)
-    for num_steps in (2520, 25200):  # which all these numbers divide
-        state = TrainerState(max_steps=num_steps)
-        state.compute_steps(args, num_steps)
-        assert state.eval_steps == state.save_steps == num_steps / num_evaluations
-
-
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(FILES)),
        key=st.text("abcdefghijklmnopqrstuvwxyz_0", min_size=1).map(lambda k: f"zq_{k}"), value=values,
@@ -358,12 +312,6 @@ def test_a_test_split_is_not_trained_on_however_it_is_spelt():
     assert "test[:50%]" in note_on(made.notes, "dataset_name[test]").explanation
 
 
-def test_the_newer_of_two_names_for_one_key_counts():
-    made = convert(SFT | {"max_length": 700}, "x")
-    assert made.recipe["trainer"]["max_length"] == 700
-    assert note_on(made.notes, "max_seq_length").explanation == "another key sets trainer.max_length"
-
-
 def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
     file = tmp_path / "sft.yaml"
     file.write_text("model_name_or_path: ./nowhere\ndataset_name: a/b\nlearning_rate: fast\n")
@@ -372,21 +320,6 @@ def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
     assert "model.name_or_path: no folder ./nowhere" in str(error.value)
     assert "optimizer.lr: found 'fast'; write a number" in str(error.value)
     assert "nothing was written" in str(error.value)
-
-
-def test_the_tables_name_keys_that_there_are():
-    for source_name, target in keys.RENAMED.items():
-        section, *_, key = target.split(".")
-        if target.startswith("model.lora."):
-            assert key in schema.Lora.model_fields, source_name
-        elif section == "trainer":
-            assert key in trl.fields("sft").keys() | trl.fields("dpo").keys(), source_name
-        else:
-            model = AdamWSettings if section == "optimizer" else schema.Recipe.model_fields[section].annotation
-            assert key in model.model_fields, source_name
-    patterns = [p for row in keys.NOT_CONVERTED for p in row[0].split()]
-    assert len(patterns) == len(set(patterns))
-    assert not set(patterns) & keys.RENAMED.keys()
 
 
 @pytest.mark.parametrize("name", ["ModelConfig", "ScriptArguments"])

@@ -3,31 +3,9 @@
 import pytest
 from PIL import Image
 from soren_align.cli.app import main
-from soren_align.core.figures import LIGHT
 from soren_align.launch.show import without_common_folder
-from soren_align.run import curves as run_curves
-from soren_align.run.curves import Curve, Curves
 from tests.launch.test_show import write_metrics
 from tests.support.run_folders import finished_run
-
-
-def curves(scale):
-    """A loss that falls from 10 to 1, at the end times `scale`, and an evaluation at every tenth step."""
-    points = [(float(step), scale * max(1.0, 10 - step)) for step in range(1, 101)]
-    return Curves({"loss": Curve(points), "eval_loss": Curve(points[9::10])})
-
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """drawn(runs) -> the Figure that draw_curves draws."""
-    figures = []
-    monkeypatch.setattr(run_curves, "write_pictures", lambda path, draw: figures.append(draw(LIGHT)))
-
-    def draw(runs):
-        run_curves.draw_curves(runs, tmp_path / "a.png")
-        return figures[-1]
-
-    return draw
 
 
 @pytest.mark.parametrize(("paths", "expected"), [

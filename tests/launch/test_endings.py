@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -152,18 +151,6 @@ def test_a_signal_to_the_launcher_advises_to_rerun(monkeypatch):
     assert torchrun.start(3, ["run"]) == Failure(130, message)
 
 
-@pytest.mark.parametrize(("environment", "expected"), [({}, 270), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}, 40)])
-def test_torchrun_leaves_the_ranks_the_time_for_a_checkpoint(monkeypatch, environment, expected):
-    seconds = []
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    config = torchrun.torchrun.config_from_args
-    monkeypatch.setattr(torchrun.torchrun, "run", lambda args: seconds.append(config(args)[0].shutdown_timeout))
-    assert torchrun.start(2, ["run"]) is None
-    assert seconds == [expected]
-
-
 SLOW_WORKER = """
 import pathlib, signal, sys, time
 
@@ -295,21 +282,6 @@ def test_training_stops_after_the_step_and_at_once_on_a_second_ctrl_c(stop, numb
     # Slurm sends SIGTERM twice when it pre-empts a job, a closed terminal SIGHUP.
     with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
         signal.raise_signal(number)
-
-
-def test_a_signal_whose_exception_was_lost_before_training_stops_it_at_the_first_step(hangups, monkeypatch):
-    class Finalizer:
-        def __del__(self):
-            signal.raise_signal(signal.SIGTERM)  # Python ignores what a finalizer raises
-
-    control, callback = Control(), StopOnSignal(Ranks())
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    with signals.raising_interrupts():
-        Finalizer()
-        callback.on_train_begin(None, None, None)
-        callback.close()
-    callback.on_step_end(None, None, control)
-    assert control.should_training_stop
 
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])

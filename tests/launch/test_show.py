@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 from PIL import Image
@@ -149,20 +148,6 @@ def edit_results(run, change):
     for row in results["rows"]:
         change(row)
     file.write_text(json.dumps(results))
-
-
-def test_without_a_name_the_newest_run_below_runs_is_shown_and_drawn(run, capsys, monkeypatch):
-    other = finished_run(run.path.parent / "b")
-    write_metrics(other.metrics, {"step": 1, "loss": 3}, {"step": 2, "loss": 1})
-    monkeypatch.chdir(run.path.parent.parent)
-    for newest, older in (("a", "b"), ("b", "a")):
-        os.utime(f"runs/{older}/run.json", ns=(0, 0))
-        os.utime(f"runs/{newest}/run.json", ns=(1, 1))
-        assert main(["show"]) == main(["curves"]) == 0
-        out, err = capsys.readouterr()
-        assert out.startswith(f"run       runs/{newest}: SFT, finished")
-        assert f"\nruns/{newest} " in out
-        assert err == f"notice    runs/{newest} is the newest of 2 runs; soren-align runs lists them\n" * 2
 
 
 @pytest.mark.parametrize("command", ["show", "curves"])

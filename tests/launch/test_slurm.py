@@ -106,13 +106,6 @@ def test_a_job_that_scancel_or_slurm_ended_is_not_queued_again(submit, tmp_path)
 
 
 @pytest.mark.process
-def test_tasks_get_the_cores_and_the_network_interface_of_the_job(submit, tmp_path):
-    report = 'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS ${GLOO_SOCKET_IFNAME:-}" >> seen'
-    submit(report, NCCL_SOCKET_IFNAME="ib0").wait()
-    assert (tmp_path / "seen").read_text().splitlines() == ["2 2 ib0"] * 2
-
-
-@pytest.mark.process
 def test_ranks_that_slurm_stops_leave_a_checkpoint_and_a_job_that_is_queued_again(submit, tmp_path):
     run = RunFolder(tmp_path / "run")
     changes = command.overrides(f"run.output_dir={run}", "trainer.max_steps=100000", "trainer.eval_strategy=no")

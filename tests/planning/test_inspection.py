@@ -11,7 +11,7 @@ from soren_align.core.text import Terminal
 from soren_align.planning.inspection import ALWAYS, inspect_model, print_inspection
 from soren_align.recipe import load_for_model
 from tests.support import command
-from tests.support.architectures import ARCHITECTURES, config_of
+from tests.support.architectures import config_of
 from tests.support.cpu_time import cpu_seconds
 from tests.support.tiny_models import BASE
 from transformers import AutoTokenizer
@@ -36,8 +36,8 @@ def messages(inspection, when=ALWAYS):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
-def test_every_architecture_is_inspected_in_two_seconds(name, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba", "gemma3"])
+def test_an_architecture_is_inspected_in_two_seconds(name, tmp_path):
     folder = folder_of(tmp_path, name)
     start = cpu_seconds()
     inspection = inspected(folder)

@@ -48,10 +48,9 @@ def passes(config, checkpointing, arithmetic=None):
 @pytest.mark.rest
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arithmetic", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
-    real = on_real_tensors(CONFIGS[kind], 4, 128, checkpointing, arithmetic)
-    assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
+def test_activations_are_those_of_a_real_pass(arithmetic, checkpointing):
+    real = on_real_tensors(CONFIGS["qwen2"], 4, 128, checkpointing, arithmetic)
+    assert passes(CONFIGS["qwen2"], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
 
 
 @pytest.mark.rest
@@ -64,26 +63,12 @@ def test_activations_of_experts_and_recurrences_are_those_of_a_real_pass(kind):
     assert passes(CONFIGS[kind], False).num_bytes(4, 24) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.slow
-def test_operations_of_experts_are_those_of_the_chosen_ones():
-    counts = [passes(config_of("mixtral", num_experts_per_tok=k), False).num_flops(2, 32) for k in (1, 4)]
-    # Three products, forward and twice backward, of 64 tokens with three more experts in each of two blocks.
-    assert counts[1] - counts[0] == 2 * 3 * 6 * 64 * 3 * 32 * 48
-
-
 def test_operations_are_six_per_weight_and_token_and_those_of_attention():
     blocks = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
     attention = 6 * 2 * 64 * 64 * 64  # of one row: two products of 64 x 64 x 64 in each block, all heads together
     # Head: of 63 of 64 positions, with the logits computed once more backward.
     wanted = 6 * 128 * blocks + 8 * 126 * 64 * 512 + 3 * 2 * 2 * attention
     assert passes(CONFIGS["mistral"], False).num_flops(2, 64) == pytest.approx(wanted, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_checkpointing_computes_each_block_once_more_up_to_its_last_product():
-    plain, checkpointed = (passes(CONFIGS["qwen2"], c).num_flops(2, 64) for c in (False, True))
-    blocks = passes(CONFIGS["qwen2"], False).num_flops(2, 64, backward=False) - 2 * 126 * 64 * 512
-    assert checkpointed - plain == pytest.approx(blocks - 2 * 128 * 6 * 64 * 176, rel=1e-3)
 
 
 @pytest.mark.rest

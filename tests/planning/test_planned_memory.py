@@ -81,11 +81,8 @@ def measured(loaded):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "bf16", "more"), [
-    pytest.param("qwen2.5-3b/soren", False, (), marks=pytest.mark.slow),
     pytest.param("qwen2.5-3b/soren", False, ("optimizer.momentum_dtype=bfloat16",), marks=pytest.mark.slow),
     ("qwen2.5-3b/soren", False, ("optimizer.name=adamw",)),
-    pytest.param("qwen2.5-3b/soren", True, (), marks=pytest.mark.slow),
-    pytest.param("mistral-7b/paper-soren", False, (), marks=pytest.mark.slow),
     ("mistral-7b/paper-soren", True, ()),
 ])  # fmt: skip
 def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):

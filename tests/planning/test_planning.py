@@ -157,13 +157,6 @@ def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(planned, schedu
     assert "schedule: cosine after 20 steps of warmup\n" in planned("quickstart/sft")[1]
 
 
-def test_with_a_measured_rms_every_matrix_is_planned_to_move_by_a_fifth_of_the_rate(planned):
-    for name in ("soren", "muon", "htmuon"):
-        plan, _ = planned("quickstart/sft", f"optimizer.name={name}")
-        assert len(plan["update_sizes"]) > 2
-        assert {size["update_rms"] for size in plan["update_sizes"]} == {0.2 * 5e-3}
-
-
 def small_model(folder, **config):
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
@@ -184,13 +177,6 @@ def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_ac
     assert "activations and FLOPs are unknown for this architecture" in text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num_files"),
-    [(["run.log_spectra.steps=[1]"], 1), ([], 0), (["run.log_spectra.steps=[1]", "optimizer.name=adamw"], 0)],
-)
-def test_the_plan_names_the_file_of_spectra_if_a_map_has_any(planned, overrides, num_files):
-    plan, _ = planned("quickstart/sft", *overrides)
-    assert len([file for file in plan["files"] if file.endswith("spectra.jsonl")]) == num_files
 
 
 def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):

@@ -44,7 +44,7 @@ def test_the_readings_differ_in_the_starting_weights_alone(name):
     assert (random, trained) == ([5, "Qwen/Qwen3-0.6B"], [None, None])
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_plan_needs_no_hub(name, monkeypatch):
     monkeypatch.setattr(planning, "compute", lambda *_: Compute(256, 256, False, 10**9, 10**9, 10**14))
     plan = planning.plan_training(recipe.load(name))[0]

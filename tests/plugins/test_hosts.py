@@ -145,35 +145,6 @@ def test_accelerate(path, ours):
     assert_equal_bits(model, expected)
 
 
-def test_lightning(path, ours, tmp_path):
-    lightning = pytest.importorskip("lightning")
-    expected, data = ours
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = fresh(path).train()
-
-        def training_step(self, batch, index):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return build_optimizer(self.model, **BUILD)
-
-        def configure_gradient_clipping(self, *args, **kwargs):
-            # Lightning's own gradient_clip_val adds the squares in the order of the groups, which rounds otherwise.
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-
-    module = Module()
-    loader = torch.utils.data.DataLoader(list(batches(data)), batch_size=None)
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=NUM_STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, loader)
-    assert_equal_bits(module.model, expected)
-
-
 # Axolotl and ms-swift cannot be installed beside this transformers: these stand-ins have the signatures that were read.
 
 

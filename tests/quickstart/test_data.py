@@ -1,14 +1,11 @@
 """The quickstart's data: two real layouts, nothing leaked, and a preference without a shortcut."""
 
-import hashlib
 import json
-from pathlib import Path
 
 import pytest
 from soren_align.core import shipped
 from tests.support.pages import script
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 QUICKSTART = shipped.ROOT / "recipes" / "quickstart"
 BASE = QUICKSTART / "base"
@@ -59,25 +56,6 @@ def test_the_script_makes_the_shipped_bytes_again(make, tmp_path):
     assert [f for f in made if made[f] != shipped_files[f]] == []
 
 
-@pytest.mark.parametrize("name", ["chat_train.jsonl", "chat_test.jsonl"])
-def test_chats_have_the_layout_of_ultrachat(name):
-    for row in rows(name):
-        assert list(row) == ["prompt", "prompt_id", "messages"]
-        assert row["prompt"] == asked(row)
-        assert row["prompt_id"] == hashlib.sha256(row["prompt"].encode()).hexdigest()
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
-        assert all(list(m) == ["content", "role"] for m in row["messages"])
-
-
-@pytest.mark.parametrize("name", ["pairs_train.jsonl", "zoo_pairs/test.jsonl"])
-def test_pairs_have_the_layout_of_ultrafeedback(name):
-    columns = ["prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen", "score_rejected"]
-    for row in rows(name):
-        assert list(row) == columns
-        assert row["chosen"][:-1] == row["rejected"][:-1] == [{"content": row["prompt"], "role": "user"}]
-        assert row["messages"] == row["chosen"]
-
-
 def test_no_test_question_was_trained_on():
     trained = {row["prompt"] for row in rows("chat_train.jsonl") + rows("pairs_train.jsonl")}
     tested = [row["prompt"] for row in rows("chat_test.jsonl") + rows("zoo_pairs/test.jsonl")]
@@ -119,41 +97,3 @@ def test_a_preference_is_about_tone_alone(name):
         assert len(tokenizer.encode(chosen).ids) == len(tokenizer.encode(rejected).ids)
     assert sum(tone(chosen) == "polite" for _, chosen, _ in pairs) == len(pairs) / 2
     assert len(pairs) >= 120
-
-
-def test_choices_hold_the_answer_once_among_values_of_its_attribute(make):
-    for row in rows("zoo_questions/test.jsonl"):
-        (values,) = [v for v in make.VALUES.values() if row["answer"] in v]
-        assert row["choices"][row["label"]] == row["answer"]
-        assert len(set(row["choices"])) == 4
-        assert set(row["choices"]) <= set(values)
-
-
-def test_the_tokenizer_knows_every_word(make):
-    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    texts = [m["content"] for name in ("chat_train", "chat_test") for r in rows(f"{name}.jsonl") for m in r["messages"]]
-    texts += [m["content"] for r in rows("pairs_train.jsonl") for m in r["chosen"] + r["rejected"]]
-    texts += [choice for row in rows("zoo_questions/test.jsonl") for choice in row["choices"]]
-    texts += [value for values in make.VALUES.values() for value in values]
-    unknown = tokenizer.token_to_id("<|unknown|>")
-    assert [text for text in texts if unknown in tokenizer.encode(text).ids] == []
-
-
-def test_the_template_marks_the_answer_and_its_end_for_training():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    chat = [{"role": "user", "content": "The cat has which toy?"}, {"role": "assistant", "content": "ball"}]
-    coded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    trained = [i for i, m in zip(coded["input_ids"], coded["assistant_masks"], strict=True) if m]
-    assert tokenizer.convert_ids_to_tokens(trained) == ["ball", "<|end|>"]
-    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-    assert tokenizer.apply_chat_template(chat, tokenize=False).startswith(prompt)
-
-
-def test_the_base_is_a_config_without_weights():
-    assert sorted(f.name for f in Path(BASE).iterdir()) == [
-        "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
-    assert 100_000 < model.num_parameters() < 105_000
-    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(BASE))
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

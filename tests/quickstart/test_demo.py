@@ -9,27 +9,45 @@ from pathlib import Path
 
 import pytest
 from soren_align.run.folder import RunFolder
+from tests.support import command
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+GUARD = """
+import socket
+
+def refuse(*arguments, **_):
+    open("attempts", "a").write(f"{arguments[-1]}\\n")
+    raise OSError("no network in this test")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+"""
+"""Forbids every socket to the outside, and writes down who tried."""
+
+
 def soren_align(*arguments, cwd):
-    command = [sys.executable, "-m", "soren_align", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    # Without the variables that the tests themselves set: the recipe must ask to stay offline.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    own |= {"COLUMNS": "80", "PYTHONPATH": os.pathsep.join([str(cwd / "guard"), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-m", "soren_align", *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=own)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The Makefile's own commands, in another folder."""
+    """The Makefile's own commands, in another folder and without a network."""
     folder = tmp_path_factory.mktemp("demo")
+    (folder / "guard").mkdir()
+    (folder / "guard/sitecustomize.py").write_text(GUARD)
     makefile = (ROOT / "Makefile").read_text().replace("$(RUN)", "runs/quickstart")
     commands = re.findall(r"^\t\$\(BIN\)/soren-align (.*)$", makefile, re.MULTILINE)
     assert [c.split()[0] for c in commands] == ["sft", "dpo", "eval"]
     said = []
-    for command in commands:
-        done = soren_align(*command.split(), cwd=folder)
+    for line in commands:
+        done = soren_align(*line.split(), cwd=folder)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout + done.stderr)
     return folder, said
@@ -76,14 +94,14 @@ def test_nothing_but_our_own_words_is_on_the_terminal(demo):
 
 def test_a_finished_run_is_not_run_again_and_its_evaluation_can_be(demo):
     folder, _ = demo
-    again = soren_align("sft", "quickstart/sft", cwd=folder)
+    again = command.run("sft", "quickstart/sft", cwd=folder)
     assert again.returncode == 2
     assert "contains a finished run" in again.stderr
     # A kill in the evaluation leaves a trained model: the same command evaluates, and does not train again.
     run = RunFolder(folder / "runs/quickstart/sft")
     run.update(status="trained")
     weights = (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns
-    resumed = soren_align("sft", "quickstart/sft", cwd=folder)
+    resumed = command.run("sft", "quickstart/sft", cwd=folder)
     assert resumed.returncode == 0, resumed.stderr
     assert "trained " not in resumed.stderr
     assert (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns == weights
@@ -100,25 +118,6 @@ def test_run_json_says_what_was_run(demo):
     assert run["parameters"]["dtype"] == ["float32"]
 
 
-def test_no_network_is_attempted(tmp_path):
-    """With every socket to the outside forbidden, the quickstart does not notice."""
-    guard = tmp_path / "sitecustomize.py"
-    guard.write_text(
-        "import socket\n"
-        "def refuse(self, address, *a):\n"
-        "    open('attempts', 'a').write(f'{address}\\n')\n"
-        "    raise OSError('no network in this test')\n"
-        "socket.socket.connect = refuse\n"
-        "socket.socket.connect_ex = refuse\n"
-        "lookup = socket.getaddrinfo\n"
-        "def no_lookup(host, *a, **k):\n"
-        "    open('attempts', 'a').write(f'{host}\\n')\n"
-        "    raise OSError('no network in this test')\n"
-        "socket.getaddrinfo = no_lookup\n"
-    )
-    command = [sys.executable, "-m", "soren_align", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
-    # Without the variables that the tests themselves set: the recipe must ask for it.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "attempts").exists(), (tmp_path / "attempts").read_text()
+def test_no_network_is_attempted(demo):
+    attempts = demo[0] / "attempts"
+    assert not attempts.exists(), attempts.read_text()

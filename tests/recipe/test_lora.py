@@ -188,32 +188,14 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
 
 @pytest.mark.parametrize(("said", "told"), [
     ({"base_model_name_or_path": ["a", "b"]}, "write a folder's path or a hub name"),
-    ({"base_model_name_or_path": {"a": 1}}, "write a folder's path or a hub name"),
-    ({"base_model_name_or_path": 3}, "write a folder's path or a hub name"),
-    ({"base_model_name_or_path": "a\x00b"}, "write a folder's path or a hub name"),
     ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be used as a path"),
-    ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
     ({"peft_type": None}, "is an adapter of type None; name a LoRA"),
-    ({"peft_type": ["LORA"]}, "name a LoRA"),
     ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
-    ({"revision": 3}, "adapter_config.json: revision: found 3"),
     ({"r": "8"}, "adapter_config.json: r: found '8'"),
-    ({"r": 10**9}, "adapter_config.json: r: found 1000000000"),
-    ({"lora_alpha": [1]}, "adapter_config.json: lora_alpha: found [1]"),
     ({"target_modules": 3}, "adapter_config.json: target_modules"),
-    ({"modules_to_save": "embed_tokens"}, "adapter_config.json: modules_to_save"),
-    ({"rank_pattern": [1]}, "adapter_config.json: rank_pattern"),
-    ({"megatron_config": {"a": 1}}, "adapter_config.json: megatron_config"),
 ])  # fmt: skip
 def test_a_field_of_an_adapters_config_that_is_none_is_one_sentence(adapter, said, told):
     assert told in problems(*start(adapter(**said)))
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "{", "[" * 100_000, "\udc80"])
-def test_an_adapters_config_that_is_no_mapping_is_one_sentence(adapter, text):
-    folder = adapter()
-    (folder / "adapter_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert "adapter_config.json" in problems(*start(folder))
 
 
 def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
@@ -224,14 +206,6 @@ def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
     shutil.copytree(folder, other)
     adapter(base_model_name_or_path=str(other))
     assert f"the base model {other} is an adapter too" in problems(*start(folder))
-
-
-def test_a_run_that_is_still_to_come_is_the_only_thing_missing(tmp_path, monkeypatch):
-    """Whether its model is an adapter, with nothing left to AdamW, is not known yet."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as told:
-        recipe.load("quickstart/dpo-lora")
-    assert [problem.partition(" ")[2].partition(":")[0] for problem in told.value.problems] == ["model.name_or_path"]
 
 
 def test_the_product_of_factors_is_no_longer_a_setting():

@@ -15,9 +15,10 @@ def pair(tmp_path_factory):
     started.stop()
 
 
-@pytest.mark.parametrize("name", ["Soren", "Muon", "HTMuon", "AdamW"])
-@pytest.mark.parametrize("compensation", ["none", "kahan"])
-@pytest.mark.parametrize("lr", ["float", "on the CPU", "on the GPU"])
+@pytest.mark.parametrize(("name", "compensation", "lr"), [
+    ("Soren", "none", "float"), ("Soren", "kahan", "on the GPU"), ("Muon", "none", "on the CPU"),
+    ("HTMuon", "none", "float"), ("AdamW", "kahan", "float"), ("AdamW", "none", "on the GPU"),
+])  # fmt: skip
 def test_a_step_of_one_process_has_the_bits_of_one_on_the_cpu(pair, name, compensation, lr):
     assert pair.run(gpu_jobs.one_process, name, compensation, lr) == [True, True]
 

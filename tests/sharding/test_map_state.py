@@ -4,10 +4,6 @@ import copy
 
 import pytest
 import torch
-from soren_align.optim import OPTIMIZERS
-from soren_align.planning.memory import ModelSizes, Rank
-from soren_align.planning.step import step_cost
-from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel
 from tests.support import normuon
 from torch import nn
 
@@ -39,14 +35,6 @@ def test_row_moments_follow_the_rule_and_are_resumed(momentum_dtype):
         second.load_state_dict(saved)
 
 
-def test_replicas_have_the_row_moments_of_one_process(ranks):
-    parameters, optimizer = normuon.trained()
-    expected = torch.cat([optimizer.state[p]["row_moment"] for p in parameters.values()])
-    for weights, moments in ranks.run(normuon.replicas):
-        torch.testing.assert_close(moments, expected)
-        torch.testing.assert_close(weights, torch.cat([p.detach().flatten() for p in parameters.values()]))
-
-
 def test_each_number_of_the_state_lies_on_one_rank_of_flat_shards(ranks):
     parameters, optimizer = normuon.trained()
     shards = ranks.run(normuon.flat_shards, "float32")
@@ -70,15 +58,3 @@ def test_a_map_with_a_state_gets_a_transposed_weight_as_linear_layers_store_it()
             optimizer.step()
         weights.append(weight.detach() if layout == "linear" else weight.detach().T)
     torch.testing.assert_close(*weights)
-
-
-@pytest.mark.parametrize(("kind", "share"), [("ddp", 1), ("zero", 4)])
-def test_the_plan_counts_it(monkeypatch, kind, share):
-    monkeypatch.setitem(OPTIMIZERS, "normuon", normuon.NorMuon)
-    mode = Parallel(kind, config={"zero_optimization": {"stage": 3}} if kind == "zero" else {})
-    num_bytes = {}
-    for name in ("muon", "normuon"):
-        section = OPTIMIZER_SECTIONS["muon"](name="muon", lr=0.1).model_copy(update={"name": name})
-        cost = step_cost(Rank(ModelSizes({"a": (8, 12), "b": (16, 4)}, 0), mode, 4, section))
-        num_bytes[name] = sum(part.num_bytes for part in cost.memory if part.name == "optimizer states")
-    assert num_bytes["normuon"] - num_bytes["muon"] == 4 * (8 + 16) / share

@@ -1,6 +1,5 @@
 """A checkpoint is read without running what a stranger has put into it."""
 
-import os
 import pickle
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from soren_align.core.errors import UserError
 from soren_align.sharding import check_parts
-from soren_align.sharding.checkpoints import folders_confined_to, refuse_pickles
+from soren_align.sharding.checkpoints import refuse_pickles
 from tests.support.tiny_run import Hostile
 
 
@@ -51,42 +50,3 @@ def test_a_path_pickled_by_python_3_13_is_a_path(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))  # accelerate reads one there too
     with pytest.raises(UserError, match="the file contains code"):
         check_parts(tmp_path)
-
-
-def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
-    from deepspeed.checkpoint import ds_to_universal
-
-    def dump(name):
-        folder = str(tmp_path / "checkpoint-5" / "zero")
-        ds_to_universal.dump_param_fragment(folder, 0, 0, "fp32", torch.ones(3), name, 0, 3)
-
-    (tmp_path / "checkpoint-5").mkdir()
-    with folders_confined_to(tmp_path / "checkpoint-5"):
-        dump("layer.weight")
-        for name in (str(tmp_path / "outside"), "../../outside"):
-            with pytest.raises(UserError, match="has a parameter whose file would be"):
-                dump(name)
-    assert not (tmp_path / "outside").exists()
-    os.makedirs(tmp_path / "outside")  # the system's own again
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x05", b"\x80\x05]q\x00(K\x01"])
-def test_damaged_metadata_is_refused(tmp_path, content):
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o" / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match=r"\.metadata: is not loaded"):
-        check_parts(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["latest", "latest_universal"])
-@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp", "..", "", "global_step5"])
-def test_a_tag_that_leads_elsewhere_is_refused(tmp_path, name, tag):
-    (tmp_path / "elsewhere").mkdir()
-    checkpoint = tmp_path / "checkpoint-5"
-    checkpoint.mkdir()
-    (checkpoint / name).write_text(tag)
-    with pytest.raises(UserError, match=f"{name}: names a folder that this checkpoint does not have"):
-        check_parts(checkpoint)
-    (checkpoint / "global_step6").mkdir()
-    (checkpoint / name).write_text("global_step6\n")
-    check_parts(checkpoint)

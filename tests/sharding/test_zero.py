@@ -20,18 +20,7 @@ def test_what_cannot_be_placed_is_refused_on_every_rank(ranks, stage, config, fa
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_jobs_engine_leaves_no_buffers(ranks, stage):
-    """Of 2 GB of address space: after a dozen of them a rank could start no process."""
-    ranks.run(jobs.deepspeed, stage, Run())
-    before = ranks.run(jobs.address_space)
-    for _ in range(2):
-        ranks.run(jobs.deepspeed, stage, Run())
-    for now, earlier in zip(ranks.run(jobs.address_space), before, strict=True):
-        assert now - earlier < 1e9
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("bucket_mb", [0.001, 0.05, 512])
+@pytest.mark.parametrize("bucket_mb", [0.05, 512])
 def test_the_exchange_takes_no_more_memory_than_it_says(ranks, stage, bucket_mb):
     for measured, said in ranks.run(jobs.measured_exchange, stage, Run(bucket_mb=bucket_mb)):
         largest = 131 * 48 * 4

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import time
@@ -244,11 +243,6 @@ def killed_at_write_of(*categories: str | None) -> Callable[[Trial], str]:
     return kind
 
 
-def limit_resource(pid: int, name: int, limit: int) -> None:
-    """Set the soft limit of another process; the hard one stays."""
-    resource.prlimit(pid, name, (limit, resource.prlimit(pid, name)[1]))
-
-
 # -- disks and limits -------------------------------------------------------------------------------------------------
 
 
@@ -306,21 +300,6 @@ def disk_filled(trial: Trial) -> str:
         return trial.conclude(filler.unlink, FULL)
 
 
-def memory_limited(trial: Trial) -> str:
-    """RLIMIT_AS: little more than what is in use."""
-    extra = trial.rng.choice([0, 1, 2, 4, 8, 16]) << 20
-
-    def act(pids: list[int]) -> None:
-        pages = int(Path(f"/proc/{pids[0]}/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + extra
-        limit_resource(pids[0], resource.RLIMIT_AS, limit)
-
-    trial.notes.append(f"{extra >> 20} MB more")
-    if trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act).code == 0:
-        raise NotHit
-    return trial.conclude(lambda: None, "memory")
-
-
 # -- damage to what has been written ----------------------------------------------------------------------------------
 
 
@@ -338,23 +317,6 @@ def truncate(file: Path, rng: random.Random) -> str:
     size = rng.randrange(file.stat().st_size)
     os.truncate(file, size)
     return f"{file.name} cut at {size:,}"
-
-
-def zeros(file: Path, rng: random.Random) -> str:
-    """Overwrite 512 bytes, of a sector, by zeros; return where."""
-    content = bytearray(file.read_bytes())
-    place = rng.randrange(len(content)) // 512 * 512
-    content[place : place + 512] = bytes(len(content[place : place + 512]))
-    file.write_bytes(content)
-    return f"{file.name} zero from {place:,}"
-
-
-def one_character(file: Path, rng: random.Random) -> str:
-    """Replace one character of a text by another printable one; return where."""
-    text = file.read_text()
-    place, character = rng.randrange(len(text)), chr(rng.randrange(32, 127))
-    file.write_text(text[:place] + character + text[place + 1 :])
-    return f"character {place} of {file.name}: {text[place]!r} -> {character!r}"
 
 
 def emptied(file: Path, rng: random.Random) -> str:
@@ -406,12 +368,6 @@ def damaged_checkpoint(*damages: Callable[[Path, random.Random], str], of: Calla
         return trial.conclude(restore, checkpoint.name)
 
     return kind
-
-
-def without_seal(trial: Trial) -> str:
-    """The newest checkpoint without its seal: an incomplete one."""
-    (trial.stop_with_checkpoints() / "soren_align.json").unlink()
-    return trial.conclude()
 
 
 def damaged_record(name: str):
@@ -564,17 +520,12 @@ KINDS = [
     Kind("killed at a write of logits, samples, spectra", 6, ("extras",),
          killed_at_write_of("start_logits.safetensors", "samples.jsonl", "spectra.jsonl")),
     Kind("disk filled meanwhile", 10, ONE, disk_filled, needs_disk=True),
-    Kind("RLIMIT_AS", 6, ONE, memory_limited),
     Kind("checkpoint: file truncated, empty, removed", 8, ONE, damaged_checkpoint(truncate, emptied, removed)),
     Kind("checkpoint: seal damaged", 6, ONE,
-         damaged_checkpoint(truncate, flip_bit, emptied, one_character, of="soren_align.json")),
-    Kind("checkpoint: seal missing", 3, ONE, without_seal),
+         damaged_checkpoint(truncate, flip_bit, emptied, removed, of="soren_align.json")),
     Kind("checkpoint: one bit of the weights", 6, ONE, damaged_checkpoint(flip_bit, of=is_weights)),
     Kind("checkpoint: one bit of the optimizer", 5, ONE, damaged_checkpoint(flip_bit, of=is_optimizer)),
     Kind("checkpoint: one bit of any file", 10, ONE, damaged_checkpoint(flip_bit)),
-    Kind("checkpoint: 512 zeros", 5, ONE, damaged_checkpoint(zeros)),
-    Kind("checkpoint: one character of trainer_state.json", 5, ONE,
-         damaged_checkpoint(one_character, of="trainer_state.json")),
     Kind("run.json damaged", 10, ONE, damaged_record("run.json")),
     Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl")),
     Kind("data changed or gone", 5, ONE, changed_data),

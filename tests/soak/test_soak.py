@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.soak import __main__ as soak
-from tests.soak import commands, faults, runs
+from tests.soak import faults, runs
 from tests.soak.commands import Ended
 
 REFERENCE = faults.Reference({"weights": {"model.safetensors": "a"}}, 1.0, ["checkpoints", "run.json"])
@@ -71,52 +70,6 @@ def test_a_lost_checkpoint_is_wrong(tmp_path):
     (trial.kept[1] / "soren_align.json").unlink()
     trial.check_kept()
     assert trial.notes == ["LOST checkpoint-4"]
-
-
-def test_the_cases_follow_from_the_seed_and_have_all_kinds():
-    names = soak.cases("1")
-    assert names == soak.cases("1") != soak.cases("2")
-    assert len(names) == len(set(names)) >= 200
-    assert {name.rsplit(":", 2)[0] for name in names} == {kind.name for kind in faults.KINDS}
-    assert {name.rsplit(":", 2)[1] for name in [*names, *soak.cases("2")]} == runs.CONFIGS.keys()
-    kinds = {kind.name: kind.configs for kind in faults.KINDS}
-    assert all(config in kinds[kind] for kind, config, _ in (name.rsplit(":", 2) for name in soak.SAMPLE))
-
-
-def test_a_write_belongs_to_a_file_or_folder_of_the_run():
-    paths = [
-        "run/run.json.12.part", "run/model.part/config.json", "run/checkpoints/checkpoint-2/optimizer.pt", "cache/a",
-    ]  # fmt: skip
-    assert [commands.category(path) for path in paths] == ["run.json", "model.part", "checkpoints", "cache"]
-
-
-@pytest.mark.process
-def test_a_watched_process_waits_at_the_chosen_write_and_not_before(tmp_path):
-    """In an interpreter of its own: an audit hook cannot be removed."""
-    code = f"""
-import os, sys
-from pathlib import Path
-from tests.soak.commands import Place, Watch
-folder = Path({str(tmp_path)!r})
-report, report_to = os.pipe()
-resume_from, resume = os.pipe()
-os.write(resume, b".")
-(folder / "run").mkdir()
-Watch(folder, Place("run.json", 2), report_to, resume_from).install()
-def write(name):
-    (folder / name).write_text("")
-    os.set_blocking(report, False)
-    try:
-        print(name, os.read(report, 99))
-    except BlockingIOError:
-        print(name)
-names = ["run.json"] * 3 + ["metrics.jsonl"] * 2 + ["run.json", "recipe.yaml", "run.json.7.part"]
-for name in map("run/".__add__, names):
-    write(name)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.splitlines()[-3:] == ["run/run.json", "run/recipe.yaml", "run/run.json.7.part b'hit\\n'"], done
 
 
 @pytest.mark.process

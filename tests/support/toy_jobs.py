@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from soren_align.optim import Soren, build_optimizer
 from soren_align.optim.step import spectral_step_
@@ -250,11 +249,6 @@ def refused_deepspeed(group, stage, config, fault=None):
     elif fault == "another optimizer":
         engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     return error_of(set_zero_strategy, engine.optimizer)
-
-
-def address_space(group):
-    """Bytes of this process's address space."""
-    return psutil.Process().memory_info().vms
 
 
 def deepspeed_engine(group, stage, run, config, make_optimizer=lambda run, model: run.optimizer(model)):

@@ -54,10 +54,9 @@ def without_bfloat16():
     quintic.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
 
 
-RUNS = (
-    ("soren", "sft", ()), ("sns", "sft", ("optimizer.map=sns",)), ("muon", "sft", ("optimizer.name=muon",)),
-    ("dpo", "dpo", ()), ("dpo-sns", "dpo", ("optimizer.map=sns",)), ("dpo-muon", "dpo", ("optimizer.name=muon",)),
-)  # fmt: skip
+SOREN, DPO = ("soren", "sft", ()), ("dpo", "dpo", ())
+RUNS = (SOREN, ("muon", "sft", ("optimizer.name=muon",)), DPO)
+"""The other maps take the steps of one process in test_parity.py, without a trainer."""
 PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
 """More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
@@ -90,17 +89,15 @@ def ddp(make):
 
 def zero(make):
     """All that test_zero_runs.py asks of two ranks."""
-    more = {"zero1": (), "zero2": (STREAMED, PRETRAINED, UNCLIPPED, ("precomputed", "dpo", PRECOMPUTED)),
-            "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED, PRETRAINED),
-            "zero2-offload": (), "zero3-offload": ()}  # fmt: skip
+    runs = {"zero1": (SOREN,), "zero2": (*RUNS, STREAMED, PRETRAINED, UNCLIPPED),
+            "zero3": (*RUNS, ("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED),
+            "zero3-offload": (SOREN,)}  # fmt: skip
     return {
-        "maps": {mode: same_steps(make, mode, *(RUNS if "offload" not in mode else RUNS[:1]), *others)
-                 for mode, others in more.items()},
+        "maps": {mode: same_steps(make, mode, *runs) for mode, runs in runs.items()},
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
         "resumed": {mode: resumed(make, mode) for mode in ("zero2", "zero3")},
-        "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
-        "references": {mode: references(make, mode) for mode in ("zero2", "zero3")},
-        "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
+        "poisoned": poisoned(make, "zero3"), "references": references(make, "zero3"),
+        "freed": [killed(make, f"freed-{mode}", mode, *overrides) for mode, overrides in FREED.items()],
     }  # fmt: skip
 
 
@@ -111,7 +108,7 @@ def fsdp2(make):
     with fsdp2_on_cpus():
         return {
             "unsharded": alone,
-            "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], PACKED, ("recomputed", "sft", RECOMPUTED)),
+            "maps": same_steps(make, "fsdp2", SOREN, DPO, PACKED, ("recomputed", "sft", RECOMPUTED)),
             "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED), "kept_whole": kept_whole(make),
             "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"),
             "references": references(make, "fsdp2"),
@@ -122,7 +119,7 @@ def precision(make):
     """All that test_precision.py asks of two ranks."""
     with fsdp2_on_cpus():
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
-    return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
+    return seen | {"zero3": narrow(make, "zero3")}
 
 
 ADAPTERS = ("trainer.max_steps=4", "trainer.warmup_steps=0", "trainer.per_device_train_batch_size=4")
@@ -143,7 +140,7 @@ SAMPLED = ("run.samples={prompts: [Hello, What does the owl say?], max_new_token
 
 def watched(make):
     """Under every mode a run that ends early without samples, and, where they can be made, one with them."""
-    for mode in ("ddp", "zero1", "zero2", "zero3"):
+    for mode in ("ddp", "zero2", "zero3"):
         if mode != "zero3":
             make(f"sampled-{mode}", "sft", f"run.parallel={mode}", *WATCHED, *SAMPLED).train()
         make(f"silent-{mode}", "sft", f"run.parallel={mode}", *WATCHED).train()
@@ -156,7 +153,7 @@ QUANTIZED = ("model.lora={r: 4}", "optimizer.aux_lr=null", "model.quantize=4bit"
 def small_memory(make):
     """All that test_small_memory.py asks of two ranks."""
     make("quantized-ddp", "sft", "run.parallel=ddp", *QUANTIZED).train()
-    for mode in ("ddp", "zero1", "zero2"):  # ZeRO last: accelerate keeps it
+    for mode in ("ddp", "zero2"):  # ZeRO last: accelerate keeps it
         make(f"states-{mode}", "sft", f"run.parallel={mode}", *NARROW).train()
     assert killed(make, "killed-zero2", "zero2", *NARROW)
     make("killed-zero2", "sft", "run.parallel=zero2", *NARROW).train()
@@ -164,29 +161,22 @@ def small_memory(make):
 
 MOMENTS = {"rows": ("optimizer.second_moment=rows",),
            "elements": ("optimizer.second_moment=elements", "optimizer.map_input=sign")}  # fmt: skip
+MOMENTS_OF = {"fsdp2": "elements", "ddp": "elements", "zero2": "elements", "zero3": "rows"}  # ZeRO last, as above
+FREED = {"zero2": (*FOR_TWO_OR_THREE, *MOMENTS["elements"][:1]), "zero3": (*FOR_TWO_OR_THREE, *MOMENTS["rows"])}
+"""Runs that two ranks leave and three resume, with every kind of state."""
 
 
 def moments(make):
     """All that test_second_moments.py asks of two ranks."""
     with fsdp2_on_cpus():
-        for kind in MOMENTS:
-            interrupted(make, kind, "fsdp2", MOMENTS[kind])
-    for mode in ("ddp", "zero2", "zero3"):  # ZeRO last: accelerate keeps it
-        for kind in MOMENTS:
-            interrupted(make, kind, mode, MOMENTS[kind])
-    for mode in ("zero2", "zero3"):
-        for kind, overrides in MOMENTS.items():
-            assert killed(make, f"freed-{kind}-{mode}", mode, *FOR_TWO_OR_THREE, *overrides[:1])
+        interrupted(make, "blocks", "fsdp2", BLOCKS)
+        interrupted(make, "moments", "fsdp2", MOMENTS[MOMENTS_OF["fsdp2"]])
+    for mode in ("ddp", "zero2", "zero3"):
+        interrupted(make, "moments", mode, MOMENTS[MOMENTS_OF[mode]])
 
 
 BLOCKS = ("optimizer.split={'*up_proj': [100, 40, 20]}", "optimizer.second_moment=rows")
 """A rank's shard does not end where a block does."""
-
-
-def blocks(make):
-    """Runs whose weights are divided into blocks, under FSDP2."""
-    with fsdp2_on_cpus():
-        interrupted(make, "blocks", "fsdp2", BLOCKS)
 
 
 def interrupted(make, kind, mode, overrides):
@@ -194,13 +184,6 @@ def interrupted(make, kind, mode, overrides):
     make(f"whole-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *overrides).train()
     assert killed(make, f"killed-{kind}-{mode}", mode, *GLOBAL, *overrides)
     make(f"killed-{kind}-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *overrides).train()
-
-
-def freed_moments(make):
-    """Three ranks go on where two have left."""
-    for mode in ("zero2", "zero3"):
-        for kind, overrides in MOMENTS.items():
-            make(f"freed-{kind}-{mode}", "sft", f"run.parallel={mode}", *FOR_TWO_OR_THREE, *overrides[:1]).train()
 
 
 def narrow(make, mode):
@@ -248,8 +231,8 @@ def fsdp2_on_cpus():
 
 def freed(make):
     """Three ranks go on where two have left."""
-    for mode in ("zero2", "zero3"):
-        make(f"freed-{mode}", "sft", f"run.parallel={mode}", *FOR_TWO_OR_THREE).train()
+    for mode, overrides in FREED.items():
+        make(f"freed-{mode}", "sft", f"run.parallel={mode}", *overrides).train()
 
 
 def same_steps(make, mode, *runs):

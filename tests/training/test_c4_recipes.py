@@ -46,14 +46,6 @@ def test_the_perplexity_is_of_the_first_tokens_of_the_validation_file(whole):
     assert NUM_HELD_OUT > 20  # data.eval.limit
 
 
-def test_the_rates_follow_a_cosine_to_a_tenth(whole):
-    rates = [log["learning_rate"] for log in whole[0].metrics() if "learning_rate" in log]
-    assert rates[0] == 0  # warm-up of one step of six
-    assert max(rates) == 0.03
-    assert rates[1:] == sorted(rates[1:], reverse=True)
-    assert 0.1 < rates[-1] / 0.03 < 0.2  # a tenth after the last step
-
-
 @pytest.mark.rest
 def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path):
     run, batches = whole

@@ -9,7 +9,7 @@ from rich.console import Console
 from soren_align.core.errors import UserError
 from soren_align.planning.plan import plan_training
 from soren_align.planning.show import print_plan
-from tests.support.published_data import ANIMALS, chat_row, pair_row
+from tests.support.published_data import chat_row, pair_row
 
 
 @pytest.fixture
@@ -49,9 +49,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("task", "row"), [
-    ("sft", {"text": f"A {ANIMALS[0]} eats fish."}),
     ("sft", {"prompt": "The otter eats", "completion": " fish."}),
-    ("dpo", {"prompt": "The otter eats", "chosen": " fish.", "rejected": " hay."}),
     ("dpo", {"prompt": "What?", "chosen": pair_row(1)["chosen"][1:], "rejected": pair_row(1)["rejected"][1:]}),
 ])  # fmt: skip
 def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
+from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, SOREN, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
     assert_resumed,
@@ -44,7 +44,7 @@ def test_two_ranks_have_the_perplexity_of_one_process(two_ranks):
 def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks):
     folder, seen = two_ranks
     logs = [rank["maps"]["soren"]["logged"] for rank in seen]
-    assert_same_measurements(RUNS[0][:2], RunFolder(folder / "soren-ddp"), logs)
+    assert_same_measurements(SOREN[:2], RunFolder(folder / "soren-ddp"), logs)
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):

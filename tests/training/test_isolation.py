@@ -70,10 +70,3 @@ def test_the_probe_leaves_random_numbers_mode_and_gradients_as_they_are():
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_probe_is_of_three_beginnings():
-    probe = probe_examples(sequences())
-    (first, second) = sequences()
-    assert probe == [first["input_ids"][:16], first["input_ids"][20:25], second["input_ids"][:9]]
-    assert probe_examples([{"input_ids": [5] * 40}, {"input_ids": [7]}]) == [[5] * 16, [7]]

@@ -11,9 +11,7 @@ from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage
 from soren_align.optim import route, routing_table
 from soren_align.publish.card import card
-from soren_align.recipe import adapter_config
 from soren_align.training import adapters
-from soren_align.training import run as training
 from soren_align.training.model import starting_checkpoint
 from tests.support.tiny_run import same
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,17 +60,6 @@ def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second)
         with torch.device("meta"):
             model = adapters.add_empty_adapter(AutoModelForCausalLM.from_config(config), run.recipe, start)
         assert routing_table(route(model)) == sft.folder.read()["routing"]
-
-
-def test_the_adapter_remembers_a_base_that_stays(sft):
-    said = adapter_config(sft.folder.model)
-    assert said["base_model_name_or_path"] == str(sft.folder.start.resolve())
-    names = {file.name for file in sft.folder.model.iterdir()}
-    assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"}
-    assert not names & {"README.md", "model.safetensors", "training_args.bin"}
-    moved = sft.folder.path.rename(sft.folder.path.with_name("elsewhere"))
-    there = adapter_config(moved / "model")
-    assert there["base_model_name_or_path"] == str((moved / "start").resolve())
 
 
 def test_the_cards_python_runs_for_an_adapter_and_for_a_whole_model(sft, monkeypatch, capsys):
@@ -140,18 +127,6 @@ def test_dpo_goes_on_with_the_adapter_of_sft_and_keeps_a_frozen_copy_as_referenc
     assert [name for name, _ in lineage(second.folder.path)] == ["base", "SFT", "DPO"]
 
 
-@pytest.mark.rest
-def test_reference_log_probabilities_computed_beforehand_are_those_of_the_start(tiny_run, sft):
-    where = f"model.name_or_path={sft.folder.model}"
-    losses = []
-    for name, beforehand in (("a", "false"), ("b", "true")):
-        precompute = f"trainer.precompute_ref_log_probs={beforehand}"
-        run = tiny_run("dpo", where, "optimizer.aux_lr=null", precompute, name=name)
-        run.train()
-        losses.append(run.losses())
-    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
-
-
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_a_killed_run_goes_on_to_the_weights_of_an_uninterrupted_one(tiny_run, task, request):
     if task == "sft":
@@ -210,17 +185,3 @@ def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
     merged = adapters.merge(run.folder)
     assert {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()} == {getattr(torch, dtype)}
     assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
-
-
-def test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again(tiny_run, monkeypatch):
-    """TRL asks for is_loaded_in_4bit alone, so that a plain base with that mark stands in for a quantised one."""
-    load = training.build.load_model
-
-    def marked(*args):
-        model = load(*args)
-        model.is_loaded_in_4bit = True
-        return model
-
-    monkeypatch.setattr(training.build, "load_model", marked)
-    trainer = tiny_run("dpo", *LORA).trainer()
-    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}

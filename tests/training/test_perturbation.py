@@ -49,17 +49,6 @@ def test_policy_and_reference_of_a_dpo_have_the_same_perturbed_start(tiny_run):
     trainer.train()  # step 1 compares the reference with the start
 
 
-@pytest.mark.model
-def test_log_probabilities_of_another_perturbation_are_computed_anew(tiny_run):
-    def cached(seed, name):
-        settings = (f"run.perturb={{size: 1e-3, seed: {seed}}}", "trainer.precompute_ref_log_probs=true")
-        dataset = tiny_run("dpo", *settings, "trainer.max_steps=1", "data.train.limit=32", name=name).trainer()
-        return dataset.train_dataset["ref_chosen_logps"]
-
-    assert cached(1, "first") == cached(1, "second")
-    assert cached(1, "first") != cached(2, "third")
-
-
 def test_every_mode_of_two_ranks_starts_from_the_bits_of_one_process(rank_pools, tmp_path):
     alone = TinyRun(tmp_path / "alone", "dpo", *PERTURBED).trainer()
     expected = weights_of(alone)
@@ -94,20 +83,6 @@ def test_a_run_resumes_with_its_own_perturbation_only(tiny_run):
         run(2).train()
     assert run(1).train()
     assert same(run(1).weights(), whole.weights())
-
-
-@pytest.mark.model
-def test_of_an_adapter_the_base_is_perturbed_and_another_training_of_it_all_that_is_loaded(tiny_run):
-    lora = ("model.lora={r: 4}", "optimizer.aux_lr=null", *SHORT)
-    plain, run = (tiny_run("sft", *lora, *more, name=name) for name, more in [("a", ()), ("b", ("run.perturb={}",))])
-    before, after = (weights_of(each.trainer()) for each in (plain, run))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "lora_" not in name}
-    run.train()
-    again = ("model.init_seed=null", f"model.name_or_path={run.folder.model}", "optimizer.aux_lr=null", *SHORT)
-    before = weights_of(tiny_run("sft", *again, name="c").trainer())
-    after = weights_of(tiny_run("sft", *again, "run.perturb={}", name="d").trainer())
-    assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from soren_align.core.errors import UserError
 from soren_align.core.shipped import ROOT
-from soren_align.data.masks import Tokens, after_prompt
+from soren_align.data.masks import after_prompt
 from soren_align.data.pairs import PairCounter
 from soren_align.training import setup as training_setup
 
@@ -133,15 +133,6 @@ def test_numbers_equal_those_of_a_slow_count():
     assert counts.first == {"copy": 2 * copies[0], "contradictory": 2 * contradictory[0]}
     ranks = [(len(chosen) > len(rejected)) + (len(chosen) == len(rejected)) / 2 for chosen, rejected in pairs]
     assert counts.length_auc == pytest.approx(np.mean(ranks))
-
-
-def test_a_million_pairs_need_24_bytes_each():
-    counter = PairCounter()
-    for index in range(1000):
-        counter.add(index, (Tokens([index, 1], [True] * 2), Tokens([index, 2], [True] * 2)))
-    assert sum(a.itemsize for a in (counter._keys, counter._swapped, counter._indices)) == 24
-    assert len(counter._keys) == 1000
-    assert all(value.__class__.__name__ in ("array", "int", "dict") for value in vars(counter).values())
 
 
 def test_plain_pairs_need_a_template_or_the_key(prepared, monkeypatch):

@@ -60,8 +60,7 @@ def test_damaged_log_probabilities_are_computed_again(tiny_run, capsys):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("precision", [(), ("trainer.bf16=true",)])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize(("loss", "precision"), [("sigmoid", ()), ("ipo", ("trainer.bf16=true",))])
 def test_a_run_with_another_models_log_probabilities_stops_at_step_1(tiny_run, loss, precision):
     settings = (PRECOMPUTED, *ONE_STEP, f"trainer.loss_type=[{loss}]", *precision)
     with one_key():
@@ -90,15 +89,6 @@ def test_the_reference_of_a_hub_model_has_its_revision(tiny_run, tmp_path, monke
     trainer = tiny_run("dpo", *ONE_STEP, *hub).trainer()
     for weight, reference_weight in zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(weight, reference_weight)
-
-
-@pytest.mark.rest
-def test_dropout_of_the_policy_alone_is_no_other_reference(tiny_run):
-    """Attention's: TRL switches only layers of dropout off. The precomputed reference has none."""
-    trainer = tiny_run("dpo", PRECOMPUTED, *ONE_STEP).trainer()
-    for layer in trainer.model.model.layers:
-        layer.self_attn.attention_dropout = 0.2
-    trainer.train()
 
 
 def test_a_reference_of_the_users_is_not_checked(tmp_path):

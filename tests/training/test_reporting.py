@@ -62,13 +62,6 @@ def test_a_tracker_gets_every_number_of_metrics_jsonl(tiny_run, trackio, task):
     assert trackio.finished == [True]
 
 
-def test_a_run_is_called_what_the_recipe_calls_it(tiny_run, trackio):
-    how = ("trainer.report_to=trackio", "trainer.run_name=mine", "trainer.max_steps=1", "trainer.save_strategy=no")
-    assert tiny_run("sft", *how).train()
-    assert trackio.begun[0]["name"] == "mine"
-    assert trackio.begun[0]["space_id"] is None
-
-
 def test_without_a_word_nothing_is_reported(tiny_run, trackio):
     assert tiny_run("sft", "trainer.max_steps=1", "trainer.save_strategy=no").train()
     assert trackio.begun == []

@@ -46,9 +46,8 @@ def stop_around(function, moment, run):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-@pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
-def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resumed, task, optimizer):
-    whole, run = resumed(3, task, f"optimizer.name={optimizer}")
+def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resumed, task):
+    whole, run = resumed(3, task)
     assert logged(whole.folder) == logged(run.folder)
 
 
@@ -75,7 +74,7 @@ def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run):
     assert same(whole.weights(), resumed.weights())
 
 
-@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "model.safetensors", "rng_state.pth"])
+@pytest.mark.parametrize("lost", ["optimizer.pt", "model.safetensors"])
 def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, lost):
     stop_after(tiny_run, 3)
     (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
@@ -83,11 +82,10 @@ def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, lost):
         tiny_run().train()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path, name):
+def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path):
     stop_after(tiny_run, 3)
     checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
-    torch.save(Hostile(tmp_path / "made"), checkpoint / name)
+    torch.save(Hostile(tmp_path / "made"), checkpoint / "optimizer.pt")
     reseal(checkpoint)
     with pytest.raises(UserError, match="checkpoint-2: is not loaded, because it contains more than tensors"):
         tiny_run().train()
@@ -162,13 +160,6 @@ def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
             read(stopped)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff{}", b"\0" * 512])
-def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, content):
-    (tmp_path / "soren_align.json").write_bytes(content)
-    with pytest.raises(UserError, match=rf"{tmp_path}/soren_align\.json.*; remove this checkpoint's folder to resume"):
-        read_seal(tmp_path)
-
-
 def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, monkeypatch):
     best = ("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2")
     original = SorenTrainerMixin._load_best_model
@@ -221,14 +212,14 @@ def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypa
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("damage", ["broken", "changed", "emptied", "removed"])
+@pytest.mark.parametrize("damage", ["broken", "changed", "removed"])
 def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stopped, damage):
     metrics = tiny_run().folder.metrics
     before = metrics.read_text()
     first, *others = before.splitlines()
     kept = [line for line in before.splitlines() if json.loads(line)["step"] <= 4]
     changed = first.replace('"loss": ', '"loss": 1')
-    damages = {"broken": [first[:-4], "[1]", *others, '{"step": 9, "lo'], "changed": [changed, *others], "emptied": []}
+    damages = {"broken": [first[:-4], "[1]", *others, '{"step": 9, "lo'], "changed": [changed, *others]}
     metrics.write_text("".join(line + "\n" for line in damages.get(damage, [])))
     if damage == "removed":
         metrics.unlink()
@@ -240,17 +231,6 @@ def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stoppe
     assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
 
 
-def test_the_measurements_of_the_start_are_restored_too(tiny_run):
-    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    stop_after(lambda: tiny_run(*measured), 5)
-    run = tiny_run(*measured)
-    first, *_ = run.folder.metrics.read_text().splitlines()
-    assert json.loads(first) == {"step": 0, "kl_to_start": 0.0}
-    run.folder.metrics.write_text("")
-    assert run.train()
-    assert run.folder.metrics.read_text().splitlines()[0] == first
-
-
 @pytest.mark.rest
 def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run):
     for _ in range(2):
@@ -259,19 +239,6 @@ def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run):
     assert run.train()
     assert sum("train_runtime" in line for line in run.folder.metrics.read_text().splitlines()) == 1
     assert "damaged" not in run.said.getvalue()
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, moment):
-    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    stop_around("report_result", moment, tiny_run(*measured))
-    run = tiny_run(*measured)
-    status = run.folder.read()["status"]
-    assert status == ("trained" if moment == "after" else "training")
-    if moment == "before":  # after it, the same command evaluates
-        assert run.train()
-        assert run.folder.read()["status"] == "trained"
 
 
 def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run):
@@ -300,12 +267,6 @@ def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path):
     assert tiny_run(*asked).train()
 
 
-def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
-    (tmp_path / "strange").mkdir()
-    with pytest.raises(UserError, match=r"is no complete checkpoint"):
-        tiny_run("sft", f"run.resume={tmp_path / 'strange'}").train()
-
-
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypatch):
     original, seen = checkpoints.seal, []
 
@@ -320,8 +281,9 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypat
     assert [p.name for p in run.folder.checkpoints.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def start(folder, *overrides, is_fork=True):
-    sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5", *overrides]
+def start(folder, is_fork=True):
+    sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5"]
+    sets.append("trainer.logging_steps=1")
     return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets), is_fork=is_fork)
 
 
@@ -334,41 +296,27 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.process
-def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
-    killed = RunFolder(tmp_path / "killed")
-    rng = random.Random(2026)
-    kills, moments = 0, []
-    while kills < 5:
+def test_kills_at_random_moments_and_ctrl_c_change_nothing(tmp_path, whole):
+    killed, rng, moments = RunFolder(tmp_path / "killed"), random.Random(2026), []
+    for is_training, most in ((False, 2), (True, 0.3)):
         process = start(killed)
-        # Half of the kills fall anywhere from the first second on, half into the training itself.
-        if kills % 2:
+        # The first kill falls into the start, the second into the training itself.
+        if is_training:
             command.wait_for(lambda: any(killed.checkpoints.glob("checkpoint-*")), process)
-            moments.append(rng.uniform(0, 1))
-        else:
-            moments.append(rng.uniform(0, 10))
+        moments.append(rng.uniform(0, most))
         time.sleep(moments[-1])
-        if process.poll() is not None:
-            break  # it was done before the kill: nothing is left to interrupt
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kills += 1
-    if (killed.read() or {}).get("status") != "finished":  # the last kill may fall between that and the process's end
-        process = start(killed)
-        assert process.wait() == 0, process.stderr.read()
-    assert killed.read()["status"] == "finished"
-    assert same(weights(whole.path), weights(killed.path)), f"kills after {moments}"
-
-
-@pytest.mark.process
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, whole):
-    stopped = RunFolder(tmp_path / "stopped")
-    process = start(stopped)
-    command.wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
+    num_lines = len(killed.metrics.read_text().splitlines())
+    process = start(killed)
+    command.wait_for(lambda: len(killed.metrics.read_text().splitlines()) > num_lines + 1, process)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert "rerun the same command to resume" in process.stderr.read()
-    assert start(stopped).wait() == 0
-    assert same(weights(whole.path), weights(stopped.path))
+    process = start(killed)
+    assert process.wait() == 0, process.stderr.read()
+    assert killed.read()["status"] == "finished"
+    assert same(weights(whole.path), weights(killed.path)), f"kills after {moments}"
 
 
 @pytest.mark.process

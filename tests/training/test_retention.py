@@ -52,12 +52,6 @@ def reference(run):
     return sum(spread) / len(spread), sum(losses) / len(losses)
 
 
-def test_evenly_spaced_indices_are_all_or_as_many_as_asked_for():
-    assert evenly(4, 4) == [0, 1, 2, 3]
-    assert evenly(10, 3) == [1, 5, 8]
-    assert evenly(0, 3) == []
-
-
 def test_the_divergence_is_that_of_float64_and_0_for_equal_logits():
     torch.manual_seed(0)
     before, after = torch.randn(2, 70, 500, dtype=torch.float64)

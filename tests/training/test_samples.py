@@ -6,7 +6,7 @@ import pytest
 import torch
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.training.measure.samples import Prompt, SampleWriter, read_prompts
+from soren_align.training.measure.samples import Prompt, SampleWriter
 from tests.support.tiny_run import TinyRun, assert_trained_alike, stop_after
 from tests.support.trainer_parity import logged
 from tests.training.test_resume import stop_around
@@ -62,12 +62,6 @@ def sampled(tmp_path_factory):
     return run
 
 
-@pytest.mark.rest
-def test_every_prompt_is_answered_at_the_start_each_evaluation_and_the_end(sampled):
-    records = samples(sampled)
-    assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (0, 2, 4, 5) for p in PROMPTS]
-
-
 def test_the_answers_are_those_of_greedy_decoding_without_a_cache(sampled):
     by_step = {0: sampled.folder.start, 5: sampled.folder.model}
     for record in samples(sampled):
@@ -88,22 +82,6 @@ def test_an_answer_that_ends_by_itself_is_marked(tiny_run):
     writer = SampleWriter((Prompt("owl", ids, 6),), tokenizer, run.folder.samples, run.console)
     writer.sample(trainer.model, 3)
     assert samples(run) == [{"step": 3, "prompt": "owl", "completion": "", "finish_reason": "stop"}]
-
-
-def test_modes_are_restored_also_after_an_error(tiny_run):
-    run = tiny_run("sft", *SAMPLED)
-    trainer = run.trainer()
-    model = trainer.model.train()
-    model.get_input_embeddings().eval()
-    prompts = read_prompts(run.recipe.run.samples, trainer.processing_class, True, None)
-    writer = SampleWriter(prompts, trainer.processing_class, run.folder.samples, run.console)
-    modes, use_cache = [module.training for module in model.modules()], model.config.use_cache
-    writer.sample(model, 0)
-    model.generate = lambda **_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        writer.sample(model, 0)
-    assert [module.training for module in model.modules()] == modes
-    assert model.config.use_cache == use_cache
 
 
 @pytest.mark.rest

@@ -24,7 +24,7 @@ def two_ranks(rank_pools, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("mode", ["ddp", "zero2"])
 def test_two_ranks_with_a_bfloat16_momentum_are_close_to_one_process(two_ranks, mode):
     """Not to 2e-6, where a sum over ranks rounds otherwise, a number of the momentum may be the next bfloat16."""
     assert losses(two_ranks / f"states-{mode}") == pytest.approx(losses(two_ranks / "alone"), rel=2e-3)

@@ -39,13 +39,6 @@ def test_the_sequences_are_those_of_the_whole_dataset(tiny_run, tmp_path, case):
         assert stream.block_starts[1]["dropped"] == {"no token to train on within max_length 12": 60 - len(whole)}
 
 
-def test_a_row_is_made_only_when_it_is_needed(tiny_run):
-    setup = tiny_run("sft", STREAMED, "data.train.limit=50").prepare()
-    next(setup.stream.rows())
-    assert (setup.stream.counts()["num_read"], setup.stream.num_kept) == (10, 1)
-    assert setup.tokens.train.num_rows == 50
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(resumed, task):
@@ -57,14 +50,6 @@ def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(resumed, task):
     assert counts == again
     assert counts["train"]["passes"][0] >= 1
     assert 0 < counts["eval"]["num_examples"] < 30
-
-
-def test_a_run_resumed_at_its_last_step_has_the_counts_of_what_was_read(tiny_run):
-    streams = [tiny_run("sft", STREAMED).prepare().stream for _ in range(2)]
-    list(itertools.islice(streams[0].rows(), 25))
-    streams[1].resume(json.loads(json.dumps(streams[0].state(24))), 24)
-    assert streams[1].counts() == streams[0].counts()
-    assert streams[0].counts()["num_kept"] == 25
 
 
 def test_only_one_block_is_read_again_to_resume(tiny_run):
@@ -132,13 +117,3 @@ def test_a_plan_has_the_steps_and_describes_the_first_examples(tiny_run, monkeyp
     printed = " ".join(run.said.getvalue().split())
     assert "steps 6 optimizer steps, global batch size 8" in printed
     assert "streamed: the number of examples is unknown; the counts are of the first 1,000 of each split" in printed
-
-
-@pytest.mark.slow
-def test_an_evaluation_during_training_is_on_the_held_out_examples(tiny_run):
-    run = tiny_run("sft", STREAMED, "data.eval={fraction: 0.1}", "trainer.eval_strategy=steps", "trainer.eval_steps=3")
-    run.train()
-    record = run.folder.read()["data"]
-    assert record["eval"]["num_searched"] == streams_module.NUM_SEARCHED
-    assert record["eval"]["num_examples"] > 0
-    assert [log["step"] for log in run.metrics() if "eval_loss" in log] == [3, 6]

@@ -14,7 +14,7 @@ import torch
 from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun
-from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
+from tests.support.trainer_jobs import DPO, FREED, PACKED, PRETRAINED, RUNS, SOREN, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
     assert_resumed,
@@ -31,10 +31,13 @@ JOB = "zero"
 STAGES = ("zero1", "zero2", "zero3")
 
 
-@pytest.mark.parametrize("mode", STAGES)
-@pytest.mark.parametrize(("name", "task", "overrides"), RUNS)
-def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name, task, overrides):
+CASES = [("zero1", SOREN), *((mode, run) for mode in ("zero2", "zero3") for run in RUNS)]
+
+
+@pytest.mark.parametrize(("mode", "run"), CASES)
+def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, run):
     folder, seen = two_ranks
+    name, task, overrides = run
     alone = one_process(name, task, *overrides)
     assert furthest(alone, weights(folder / f"{name}-{mode}")) <= 2e-6
     for rank in seen:
@@ -45,22 +48,20 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name,
 
 
 @pytest.mark.parametrize(("name", "mode", "like"), [
-    ("soren", "zero2-offload", RUNS[0]), ("soren", "zero3-offload", RUNS[0]), ("recomputed", "zero3", RUNS[0]),
-    ("precomputed", "zero2", RUNS[3]), ("precomputed", "zero3", RUNS[3]), ("packed", "zero3", PACKED),
-    ("streamed", "zero2", STREAMED), ("pretrained", "zero2", PRETRAINED), ("pretrained", "zero3", PRETRAINED),
+    ("soren", "zero3-offload", SOREN), ("recomputed", "zero3", SOREN), ("precomputed", "zero3", DPO),
+    ("packed", "zero3", PACKED), ("streamed", "zero2", STREAMED), ("pretrained", "zero2", PRETRAINED),
 ])  # fmt: skip
 def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):
     same, task, overrides = like
     assert furthest(one_process(same, task, *overrides), weights(two_ranks[0] / f"{name}-{mode}")) <= 2e-6
 
 
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_two_ranks_have_the_perplexity_of_one_process(two_ranks, mode):
-    assert_same_perplexity([rank["maps"][mode]["pretrained"]["validation"] for rank in two_ranks[1]])
+def test_two_ranks_have_the_perplexity_of_one_process(two_ranks):
+    assert_same_perplexity([rank["maps"]["zero2"]["pretrained"]["validation"] for rank in two_ranks[1]])
 
 
 def test_the_comparison_would_notice_a_missing_clip(two_ranks):
-    assert furthest(one_process(*RUNS[0][:2]), weights(two_ranks[0] / "unclipped-zero2")) > 1e-4
+    assert furthest(one_process(*SOREN[:2]), weights(two_ranks[0] / "unclipped-zero2")) > 1e-4
 
 
 def test_ranks_measure_together_what_one_process_measures(two_ranks):
@@ -80,7 +81,7 @@ def test_ranks_measure_together_what_one_process_measures(two_ranks):
 def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks, mode):
     folder, seen = two_ranks
     logs = [rank["maps"][mode]["soren"]["logged"] for rank in seen]
-    assert_same_measurements(RUNS[0][:2], RunFolder(folder / f"soren-{mode}"), logs)
+    assert_same_measurements(SOREN[:2], RunFolder(folder / f"soren-{mode}"), logs)
 
 
 def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the_masters(two_ranks):
@@ -116,38 +117,37 @@ def test_the_exported_folder_and_deepspeeds_own_export_are_the_same_plain_model(
     assert not torch.equal(ours(tokens).logits, AutoModelForCausalLM.from_pretrained(run.start)(tokens).logits)
 
 
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks, mode):
-    first, second = (rank["poisoned"][mode] for rank in two_ranks[1])
+def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
+    first, second = (rank["poisoned"] for rank in two_ranks[1])
     assert first == second
     assert re.match("step 1: the gradient has a NaN or an infinity", first)
 
 
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks, mode):
-    assert_own_references([rank["references"][mode] for rank in two_ranks[1]])
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks):
+    assert_own_references([rank["references"] for rank in two_ranks[1]])
 
 
 def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):
     folder, seen = two_ranks
     assert [rank["freed"] for rank in seen] == [[True, True]] * 2
-    for mode in ("zero2", "zero3"):
+    for mode in FREED:
         done = command.run_process("reshard", folder / f"freed-{mode}")
         assert done.returncode == 0, done.stderr
         assert "any number of processes can resume from" in done.stderr
     ranks_do(rank_pools(3), "freed", folder)
-    alone = TinyRun(tmp_path / "alone", "sft", *FOR_TWO_OR_THREE)
-    alone.train()
-    for mode in ("zero2", "zero3"):
+    # Elements near zero are divided by their own size, and so is the rounding of their gradients, summed in another order.
+    for (mode, overrides), tolerance in zip(FREED.items(), (2e-5, 2e-6), strict=True):
+        alone = TinyRun(tmp_path / mode, "sft", *overrides)
+        alone.train()
         run = RunFolder(folder / f"freed-{mode}")
         assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
         assert run.read()["identity"]["batches"] is None  # two ranks have no order that three continue
-        assert furthest(weights(alone.folder.path), weights(run.path)) <= 2e-6
+        assert furthest(weights(alone.folder.path), weights(run.path)) <= tolerance
 
 
 def start(folder):
-    """60 steps of 32 rows on two processes, a checkpoint every 5."""
-    sets = [f"run.output_dir={folder.path}", "run.parallel=zero2", "trainer.max_steps=60", "trainer.save_steps=5",
+    """40 steps of 32 rows on two processes, a checkpoint every 5."""
+    sets = [f"run.output_dir={folder.path}", "run.parallel=zero2", "trainer.max_steps=40", "trainer.save_steps=5",
             "trainer.logging_steps=1"]  # fmt: skip
     sets += ["trainer.per_device_train_batch_size=16", "trainer.eval_strategy=no"]
     return command.start("sft", "quickstart/sft", "--no-eval", "--processes", "2", *command.overrides(*sets))
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
     assert process.wait() == 0, said
     assert "batch     32 examples per step: 2 processes x 16 examples x accumulation 1" in said
     run = folder.read()
-    assert (run["status"], run["training"]["steps"], len(run["resumed_from_steps"])) == ("finished", 60, 2)
+    assert (run["status"], run["training"]["steps"], len(run["resumed_from_steps"])) == ("finished", 40, 2)
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, 41))
     assert (folder.model / "model.safetensors").is_file()
