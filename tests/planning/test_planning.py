@@ -177,8 +177,6 @@ def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_ac
     assert "activations and FLOPs are unknown for this architecture" in text
 
 
-
-
 def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))
