@@ -173,18 +173,6 @@ def test_columns_of_questions_change_a_recipes_file_too_and_are_for_sft_alone(ru
     assert "--question" not in run("dpo", "--help").out
 
 
-@pytest.mark.parametrize(("setting", "message"), [
-    ("data=3", "--set data=3 data: found 3"),
-    ("data.train.path=3", "--set data.train.path=3 data.train.path: found 3"),
-    ("data.train=faq.csv", "write train: {path: faq.csv}"),
-])  # fmt: skip
-def test_a_setting_that_replaces_the_data_with_no_data_is_one_sentence(run, model, tmp_path, setting, message):
-    faq(tmp_path / "faq.csv", head="instruction;output")
-    done = run("sft", "--model", model, "--data", "faq.csv", "--output", "out", setting)
-    assert done.code == 2
-    assert message in done.err
-
-
 @pytest.mark.parametrize(("content", "kind"), [
     ("model_name_or_path: a/b\ndataset_name: c/d\nlearning_rate: 1e-5\n", "a TRL config"),
     ("base_model: a/b\ndatasets: []\n", "an Axolotl file"),

@@ -171,25 +171,6 @@ def test_an_answer_of_which_the_template_prints_nothing_is_not_trained(
     assert kept_tokens[-1] == tokens[-1]
 
 
-def test_an_empty_answer_counts_where_it_is_trained(qwen, write, tmp_path):
-    silent = [USER, CALLS[1]]
-    made = [
-        ("sft", {"prompt": CALLS[:-1], "completion": CALLS[-1:], "tools": TOOLS}, False),
-        ("sft", {"prompt": silent[:1], "completion": silent[1:], "tools": TOOLS}, True),
-        ("dpo", {"chosen": CALLS, "rejected": [*CALLS[:-1], {"role": "assistant", "content": "No."}]}, False),
-        ("dpo", {"chosen": silent, "rejected": [USER, LAST]}, True),
-    ]
-    for i, (task, row, is_dropped) in enumerate(made):
-        loaded = load_split(split(write(f"{i}.jsonl", [row])), task)
-        tokens = tokenize(loaded.dataset, task, qwen("lfm2"), tmp_path / "cache")
-        if is_dropped:
-            message = r"in each example an answer has only tool calls, .* model.chat_template"
-            with pytest.raises(UserError, match=message):
-                without_empty_answers(loaded, tokens)
-        else:
-            assert without_empty_answers(loaded, tokens) == (loaded, tokens)
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_of_any_name_is_trained(qwen, loaded, key):
     dataset = loaded([{"messages": [USER, {**LAST, key: "The sun is high."}]}])

@@ -79,13 +79,6 @@ def test_a_wrong_version_is_named(machine, monkeypatch):
     assert "trl is 1.15.0, but soren-align needs <1.17,>=1.16" in reason
 
 
-def test_a_gpu_that_torch_cannot_use_is_named(machine, monkeypatch):
-    monkeypatch.setattr(system, "has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "torch cannot use it" in failures(system.libraries(machine))["torch"]
-
-
 @pytest.mark.process
 def test_a_healthy_file_system_passes(machine):
     assert failures(system.file_system(machine)) == {}
@@ -168,12 +161,6 @@ def test_a_map_with_nan_or_an_error_is_named_and_the_others_are_checked(machine,
     reasons = failures(maps.maps(machine))
     assert [*reasons] == ["map released", "map soft_sign"]
     assert "no kernel image" in reasons["map released"]
-
-
-def test_a_nan_that_reaches_another_matrix_is_named(monkeypatch):
-    plant(monkeypatch, "sns", lambda function: lambda x, **s: (function(x, **s)[0] + x.sum(), 0))
-    (reason,) = failures([maps.nan_stays(torch.device("cpu"))]).values()
-    assert "does not stay in it under sns (float32), sns (bfloat16)" in reason
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(1e-3, False), (1e3, True)])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from soren_align import recipe
 from soren_align.core import shipped
-from soren_align.planning import offline
 from soren_align.planning import plan as planning
 from soren_align.planning.flops import PEAKS, UTILIZATION, Compute
 from soren_align.study.config import load_study
@@ -134,9 +133,3 @@ def test_the_text_fits_80_columns_and_has_the_assumptions(planned):
     tokens = 512 * 256
     least = 6 * (head + blocks) * tokens  # and attention, and the head's logits once more in the backward pass
     assert least < plan["compute"]["training_flops_per_step"] < 1.25 * least
-
-
-def test_a_dataset_without_a_card_has_no_size():
-    loaded = recipe.load("llama-c4/60m-soren", ["data.train.name=realnewslike"])
-    assert offline.streamed(loaded.data, 100)["bytes"] is None
-    assert offline.num_examples(loaded.data) is None

@@ -87,15 +87,3 @@ def test_steps_and_requests_are_the_published_datasets(shipped):
     assert plan["evaluation"]["num_requests_per_model"] == requests
     assert not plan["data"]["is_tokenized"]
     assert "out of reach" in plan["notices"][0]
-
-
-def test_adamw_would_hold_one_more_moment_of_every_matrix(shipped):
-    _, plan = shipped
-    shared = plan["processes"]
-    matrices = next(row["numel"] for row in plan["routing"] if row["rule"] == "spectral")
-    moments = {p["name"]: p["num_bytes"] for p in shared["memory"]}["optimizer states"]
-    others = plan["model"]["num_parameters"] - matrices
-    assert moments == 4 * (matrices + 2 * others)
-    phase = "forward_backward"
-    more = shared["memory_total_adamw"]["device"][phase] - shared["memory_total"]["device"][phase]
-    assert more == 4 * matrices

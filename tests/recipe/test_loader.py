@@ -151,17 +151,6 @@ def test_aux_lr_follows_lr_unless_it_is_stated(write, name):
     assert recipe.load(write(GOOD), [f"optimizer.name={name}", "optimizer.lr=2e-3"]).optimizer.aux_lr == 3e-5
 
 
-def test_a_run_from_before_the_default_scale_keeps_its_own_and_another_is_a_difference(write):
-    """A run folder's recipe has every key: the default of a later version changes none. Rerun with a recipe that states
-    no scale, it is refused with both values."""
-    now = recipe.load(write(GOOD))
-    recorded = write(recipe.to_yaml(now).replace("match_rms_measured", "none"), "recorded.yaml")
-    before = recipe.load_resolved(recorded)
-    assert before.optimizer.adjust_lr_fn == recipe.load(recorded).optimizer.adjust_lr_fn == "none"
-    changed = recipe.differences(recipe.training_part(before), recipe.training_part(now))
-    assert changed == ["optimizer.adjust_lr_fn: 'match_rms_measured' instead of 'none'"]
-
-
 PAPERS = [name for name in shipped.recipes() if re.search("llama-c4/|paper-figures/|/paper-|/released-", name)]
 """Recipes whose learning rates are the paper's, or those of its code."""
 
@@ -204,18 +193,13 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
     ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; remove this key, or write name: htmuon"),
     ("name: soren\n  map: {name: exact, steps: 15}",
      "optimizer.map.steps: .* for exact; .*, or write name: sns or released"),
-    ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: .* for sns; .* name: minimax"),
-    ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: .* for minimax; .* name: sns or released"),
     ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
     ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
     ("name: soren\n  map: snss",
      "optimizer.map.name: found 'snss'; write minimax, sns, .* or file; did you mean 'sns'"),
     ("name: soren\n  precision: tf32\n  map: sns", "precision: found 'tf32'; for the map 'sns' write auto or float32"),
-    ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
-    ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: .* for muon; remove this key, or write name: soren"),
     ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
     ("name: htmoun\n  p: 0.5", "optimizer.name: found 'htmoun'; write soren, muon, htmuon or adamw; did you mean 'ht"),
-    ("name: soren\n  p: null", "optimizer.p: unknown key for soren; remove this key, or write name: htmuon"),
 ])  # fmt: skip
 def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     with pytest.raises(UserError) as error:
@@ -361,14 +345,11 @@ def test_set_reaches_into_a_mixture(write):
 @pytest.mark.parametrize(("train", "message"), [
     ("\n  - {path: org/data}\n  - {pth: org/more}", r"my.yaml:6 data.train.1.pth: unknown key; did you mean 'path'"),
     ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
-    ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
     ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; write a number above 0"),
     ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write {path: org/more}"),
     ("[]", r"my.yaml:4 data.train: found \[\]; write a list"),
     ("org/data", r"my.yaml:4 data.train: found 'org/data'; write train: {path: org/data}"),
-    ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
     ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
-    ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
     ("{path: org/data, roles: {a: b}}",
      r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call"),
     ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
@@ -413,7 +394,6 @@ def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
     ("data.eval=false", "eval: null"), ("optimizer=soren", "optimizer: {name: soren}"),
     ("run=runs/mine", "run: {output_dir: runs/mine}"),
     ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
-    ("run.samples=questions.txt", "samples: {prompts: questions.txt}"),
     ("run.early_stopping=true", "early_stopping: {patience: 3}"), ("model.lora=true", "lora: {r: 16}"),
     ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section: indented keys below this key"),
 ])  # fmt: skip

@@ -26,9 +26,3 @@ def test_plans_that_are_left_out_are_made_again(ranks, num_plans):
     for difference, most in ranks.run(planned.many_subsets, num_plans):
         assert difference == 0
         assert most <= num_plans
-
-
-def test_an_empty_matrix_is_left_out_on_every_rank(ranks):
-    answers = ranks.run(planned.empty_matrices)
-    assert sum(num_maps for num_maps, _ in answers) == 2
-    assert sorted(shape for _, shapes in answers for shape in shapes) == [(4, 6), (5, 5)]

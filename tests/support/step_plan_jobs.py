@@ -59,15 +59,3 @@ def many_subsets(group, num_plans):
             reference.step()
             most = max(most, len(optimizer.strategy.exchanges))
     return max(float((p - q).detach().abs().max()) for p, q in zip(matrices, alone, strict=True)), most
-
-
-def empty_matrices(group):
-    """How many matrices are mapped here, of two beside empty ones; and the shapes of what an observer saw."""
-    shapes = [(0, 4), (4, 6), (3, 0), (5, 5)]
-    optimizer, seen = Soren([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1), []
-    optimizer.strategy = DDPStrategy()
-    optimizer.update_observers = frozenset({seen.append})
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return optimizer.num_maps, [tuple(update.weight.shape) for update in seen]

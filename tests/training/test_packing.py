@@ -120,16 +120,6 @@ def test_a_model_that_mixes_packed_examples_is_refused_before_the_first_step(pac
     assert run.train()  # with a notice
 
 
-def test_without_packing_the_tokens_beyond_max_length_are_counted(packed):
-    run, plan = packed("trainer.packing=false")
-    whole, _ = packed("trainer.packing=false", "trainer.max_length=null", name="whole")
-    kept, before = ([len(ids) for ids in each.trainer().train_dataset["input_ids"]] for each in (run, whole))
-    data = plan["data"]
-    assert data["packing"] is None
-    assert (data["num_truncated"], data["num_tokens"]) == (sum(n > NUM_TOKENS for n in before), sum(kept))
-    assert data["num_truncated_tokens"] == sum(before) - sum(kept)
-
-
 def test_attention_is_passed_on_and_one_that_is_missing_is_refused(packed):
     run, _ = packed("model.attn_implementation=eager")
     assert run.trainer().model.config._attn_implementation == "eager"

@@ -40,13 +40,6 @@ def test_run_json_proves_which_optimizer_stepped_and_how_often(tiny_run, name, c
     assert sum(row["numel"] for row in table) == run.folder.read()["parameters"]["trainable"]
 
 
-def test_dpo_steps_with_the_same_factory(tiny_run):
-    run = tiny_run("dpo", "trainer.gradient_accumulation_steps=2")
-    assert run.train()
-    assert run.folder.read()["optimizer"]["maps_per_step"] == 14
-    assert "rewards/accuracies" in run.metrics()[0]
-
-
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_the_model_is_saved_with_the_recipes_template_and_stop_token(tiny_run, task):
     model = ("model.chat_template=zephyr", "model.eos_token=<|user|>")
