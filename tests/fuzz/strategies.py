@@ -19,7 +19,6 @@ from ruamel.yaml import YAML
 from soren_align.core import shipped
 from tests.support.run_folders import add_results, finished_run
 
-FOREIGN = Path(__file__).resolve().parent.parent / "importers" / "foreign"
 OUTSIDE = ["../outside", "../../outside", "../outside/deep", "@ROOT@/outside", "@ROOT@/outside/victim.txt"]
 """Paths out of the working directory; @ROOT@ is the folder above it."""
 WORDS = [*OUTSIDE, "..", ".", "", "/", "~", "~nosuchuser/x", "a/b", "a\0b", "x" * 300, "\x1b[2J", "\ud800", "é🦓"]
