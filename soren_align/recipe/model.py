@@ -261,7 +261,7 @@ def compute_dtype(recipe: Recipe) -> Dtype:
 def recorded_quantization(adapter: str | Path) -> Quantization | None:
     """The quantization that an adapter was trained on; None if its folder records none.
 
-    Raises UserError for a record of another form.
+    Raises UserError for a record of another format.
     """
     file = resolve_path(str(adapter)) / QUANTIZATION_RECORD
     if not file.is_file():

@@ -45,7 +45,7 @@ class PublishedPerplexities(Section):
 
 
 def load_perplexities(name_or_path: str) -> PublishedPerplexities:
-    """Read a shipped table ('paper/pretraining') or a YAML file of the same form.
+    """Read a shipped table ('paper/pretraining') or a YAML file of the same format.
     Raises UserError with all errors.
     """
     known = shipped.perplexities()
@@ -53,8 +53,8 @@ def load_perplexities(name_or_path: str) -> PublishedPerplexities:
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"write {', '.join(known)}, or the path of a file")
         raise MissingError(f"there is no table of published perplexities {name_or_path!r}{hint}")
-    form = f"is no mapping; write the keys {', '.join(PublishedPerplexities.model_fields)}"
-    return parse(read_text(path), str(path), form).validated(PublishedPerplexities)
+    remedy = f"is no mapping; write the keys {', '.join(PublishedPerplexities.model_fields)}"
+    return parse(read_text(path), str(path), remedy).validated(PublishedPerplexities)
 
 
 def describe_published(table: PublishedPerplexities, model: str) -> list[str]:

@@ -254,7 +254,8 @@ class Published(Section):
     come from other training runs."""
 
     table: Annotated[str, Field(min_length=1)]
-    """`paper/pretraining`, a table that comes with soren-align, or a YAML file of the same form."""
+    """`paper/pretraining`, a table that comes with soren-align, or a YAML file of the same
+    format."""
     model: Annotated[str, Field(min_length=1)]
     """The name of the model in the table, such as `LLaMA-60M`."""
 
@@ -357,7 +358,7 @@ class Eval(Section):
     suite with such code."""
     published: list[str] = []
     """Scores that other authors published, to show under the table: the name of a table that comes
-    with soren-align, such as `paper/sft`, or a YAML file of the same form."""
+    with soren-align, such as `paper/sft`, or a YAML file of the same format."""
 
     @property
     def name(self) -> str:
