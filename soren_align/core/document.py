@@ -269,18 +269,21 @@ def dump(content: Any) -> str:
 
 
 def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -> Any:
-    """Return a JSON file of a known form.
-    Raises UserError if it is missing, a link, or has another form.
+    """Return the content of a JSON file of a known form.
+    Raises UserError if it is missing, a link, damaged, or has another form.
     """
     if file.is_symlink() or not file.is_file():
         raise UserError(f"{file}: is missing; {remedy}")
     try:
-        return form.validate_python(read_json(file, max_bytes=max_bytes), strict=True)
+        content = read_json(file, max_bytes=max_bytes)
+        # Strict: a text in place of a number would fail later, in the middle of a table.
+        form.validate_python(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(
             f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}"
         ) from None
+    return content
 
 
 def value_at(content: Any, key: Key) -> Any:

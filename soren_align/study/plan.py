@@ -1,7 +1,8 @@
 """`soren-align plan STUDY`: runs, cost and smallest detectable differences of a study.
 
 Computed from the plan of one run of each candidate, which differs by its optimizer; learning rates
-change neither FLOPs nor memory. The text is 80 columns wide.
+change neither FLOPs nor memory. The search space and the verdict's rules stand in the study's file
+and are not repeated.
 """
 
 import json
@@ -19,7 +20,6 @@ from ..core.silence import quiet_libraries
 from ..core.text import (
     Table,
     Terminal,
-    count,
     estimated_time,
     print_labelled,
     stderr_console,
@@ -70,41 +70,36 @@ def plan_study(
     num_search = study.search.trials * len(study.search.seeds)
     num_verdict = len(study.verdict.seeds)
     num_runs = num_search + num_verdict
+
+    # The cost of a candidate is that of one run, times its runs.
     candidates: dict[str, dict[str, Any]] = {}
     for name, plan in plans.items():
         training, maps = plan["compute"]["training_flops"], plan["processes"]["map_flops"]
         of_maps = maps["all_ranks"] * plan["steps"]["total"] if maps else 0  # an SVD's are unknown
         per_run = None if training is None else training + of_maps
-        phases = [
-            each
-            for each in plan["processes"]["memory_total"]["device"].values()
-            if each is not None
-        ]
+        phases = plan["processes"]["memory_total"]["device"].values()
         candidates[name] = {
-            "optimizer": plan["optimizer_description"],
             "runs": num_runs,
             "flops_per_run": per_run,
             "maps_are_counted": plan["compute"]["maps_are_counted"],
             "flops": per_run and per_run * num_runs,
-            "memory_bytes": max(phases, default=None),
+            "memory_bytes": max((each for each in phases if each is not None), default=None),
         }
     flops = [each["flops"] for each in candidates.values()]
     total = None if None in flops else sum(flops)
     hours = [plan["compute"]["hours"] for plan in plans.values()]
-    memory = {name: each["memory_bytes"] for name, each in candidates.items()}
-    largest = max(candidates, key=lambda name: memory[name] or 0)
 
-    # A run that writes a checkpoint has one more than at its end. The models of the search's runs
-    # may be removed.
+    # The models of the search's runs may be removed as these end. A run that writes a checkpoint
+    # has one more than at its end.
     disks, jobs = [plan["disk"] for plan in plans.values()], study.jobs or 1
-    largest_disk = {key: max(each[key] for each in disks) for key in disks[0]}
     per_run = [
-        d["model_bytes"] + d["num_checkpoints"] * d["checkpoint_bytes"] + d["start_bytes"]
-        for d in disks
+        disk["model_bytes"]
+        + disk["num_checkpoints"] * disk["checkpoint_bytes"]
+        + disk["start_bytes"]
+        for disk in disks
     ]
-    of_verdict = num_verdict * sum(per_run) + jobs * largest_disk["checkpoint_bytes"]
-    fewer = of_verdict + jobs * max(per_run)
-    all_models = of_verdict + num_search * sum(per_run)
+    searched = num_search * sum(per_run) if study.search.keep_models else jobs * max(per_run)
+    checkpoint = max(disk["checkpoint_bytes"] for disk in disks)
 
     evaluation = first["evaluation"]
     # of the verdict's runs, and of their starting checkpoint, which is evaluated once
@@ -113,10 +108,8 @@ def plan_study(
         evaluation = {
             "suite": evaluation["suite"],
             "num_models": num_models,
-            "num_requests_per_model": requests,
             "num_requests": requests and requests * num_models,
         }
-    of_all, sections = study.search.model_dump()["space"], study.model_dump()["candidates"]
     return {
         "title": study.title,
         "declaration": declaration,
@@ -129,9 +122,9 @@ def plan_study(
             "verdict": len(plans) * num_verdict,
             "total": len(plans) * num_runs,
         },
-        "search": study.search.model_dump(exclude={"space"}),
-        "space": {name: of_all | sections[name]["space"] for name in plans},
-        "verdict": study.verdict.model_dump(exclude={"assume"}),
+        "trials": study.search.trials,
+        "search_seeds": len(study.search.seeds),
+        "verdict_seeds": num_verdict,
         "candidates": candidates,
         "flops": total,
         "flops_are_upper_bound": not first["compute"]["tokens_are_measured"],
@@ -139,12 +132,7 @@ def plan_study(
             {name: sum(of[name] for of in hours) * num_runs for name in hours[0]} if total else None
         ),
         "hours_assume": first["compute"]["hours_assume"],
-        "largest_memory": {"candidate": largest, "bytes_per_rank": memory[largest]},
-        "disk": {
-            "bytes": all_models if study.search.keep_models else fewer,
-            "bytes_without_models_of_the_search": fewer,
-            **largest_disk,
-        },
+        "disk_bytes": num_verdict * sum(per_run) + searched + jobs * checkpoint,
         "evaluation": evaluation,
         "detectable": _detectable(
             study, sizes, first["evaluation"], (first["data"].get("eval") or {}).get("num_kept")
@@ -298,12 +286,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     for notice in plan["notices"]:
         write("notice", notice)
         console.print()
-    search, verdict, runs, candidates = (
-        plan["search"],
-        plan["verdict"],
-        plan["runs"],
-        plan["candidates"],
-    )
+    runs = plan["runs"]
     if plan["title"]:
         write("study", plan["title"])
     write(
@@ -315,70 +298,23 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
         f"{plan['recipe']}: {plan['task']} of {plan['model']['name_or_path']}, {plan['steps']:,}"
         " steps",
     )
-    times = f" x {len(search['seeds'])} seeds" if len(search["seeds"]) > 1 else ""
+    times = f" x {plan['search_seeds']} seeds" if plan["search_seeds"] > 1 else ""
+    candidates = f"{len(plan['candidates'])} candidates"
     write("runs", f"{runs['total']:,}")
-    write(
-        "",
-        f"{runs['search']:,} of the search: {len(candidates)} candidates x {search['trials']}"
-        f" trials{times}",
-    )
-    fresh = f"{len(candidates)} candidates x {len(verdict['seeds'])} fresh seeds"
+    write("", f"{runs['search']:,} of the search: {candidates} x {plan['trials']} trials{times}")
+    fresh = f"{candidates} x {plan['verdict_seeds']} fresh seeds"
     write("", f"{runs['verdict']:,} of the verdict: {fresh}")
-    write("selection", f"by {search['metric']} of the held-out examples at the end of a run")
-
-    _print_space(plan, console)
+    console.print()
     _print_cost(plan, console)
-    section, keeps = plan["disk"], search["keep_models"]
-    model, checkpoint = (
-        with_prefix(section[key], "B") for key in ("model_bytes", "checkpoint_bytes")
-    )
-    checkpoints = f"{count(section['num_checkpoints'], 'checkpoint')} of {checkpoint}"
-    text = (
-        f"{runs['total' if keeps else 'verdict']:,} runs with a model of {model} and {checkpoints}"
-        " each at most"
-    )
-    console.print()
-    write("disk", f"{with_prefix(section['bytes'], 'B')}: {text}")
-    fewer = with_prefix(section["bytes_without_models_of_the_search"], "B")
-    text = (
-        f"{fewer} with search.keep_models: false, which removes the models of the search's runs"
-        " when the runs end"
-    )
-    write("", text if keeps else "the models of the search's runs are removed when the runs end")
-    console.print()
+    write("disk", f"{with_prefix(plan['disk_bytes'], 'B')} at most")
     if section := plan["evaluation"]:
         number = section["num_requests"]
-        requests = (
-            f": {section['num_requests_per_model']:,} requests each, {number:,} in all"
-            if number
-            else ""
-        )
-        write(
-            "eval",
-            f"{section['suite']}, of {section['num_models']} models, the base once{requests}",
-        )
+        requests = f": {number:,} requests in all" if number else ""
+        write("eval", f"{section['suite']}, of {section['num_models']} models{requests}")
     else:
         write("eval", "none: the verdict uses only the held-out examples")
-
+    console.print()
     _print_detectable(plan, console)
-
-
-def _print_space(plan: dict[str, Any], console: Console) -> None:
-    """Print the values that the search draws, keys with one space for all candidates once."""
-    search = plan["search"]
-    rows = []
-    for key in dict.fromkeys(key for space in plan["space"].values() for key in space):
-        names: dict[str, list[str]] = {}  # by values
-        for name, space in plan["space"].items():
-            names.setdefault(_describe(space.get(key)), []).append(name)
-        rows += [
-            (key, "all" if len(names) == 1 else ", ".join(each), values)
-            for values, each in names.items()
-        ]
-    table = Table(
-        ["key", "candidate", "values"], rows, title=f"search space, {search['method']}", align="lll"
-    )
-    console.print(table.rich(pad_edge=True) if rows else "")
 
 
 def _print_cost(plan: dict[str, Any], console: Console) -> None:
@@ -398,12 +334,6 @@ def _print_cost(plan: dict[str, Any], console: Console) -> None:
             f"{estimated_time(number)} of one {name}" for name, number in hours.items()
         )
         write("", f"{times}, at {plan['hours_assume']}")
-        if "CPU core" in hours:
-            write(
-                "",
-                "a model of less than 100 million parameters takes longer: its operations are too"
-                " small",
-            )
     if plan["flops_are_upper_bound"]:
         write("", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in candidates.items() if not each["maps_are_counted"]]:
@@ -462,18 +392,3 @@ def _print_detectable(plan: dict[str, Any], console: Console) -> None:
         )
         assumptions = [shares, f"{deviation}, {values['seed_sd']:g} points of a score", correlation]
     write("", f"assumed (verdict.assume): {'; '.join(assumptions)}")
-
-
-def _describe(dimension: Any) -> str:
-    if dimension is None:
-        return "as in the recipe"
-    if isinstance(dimension, dict):
-        return (
-            f"{dimension['low']:g} to {dimension['high']:g},"
-            f" {'log-' if dimension['log'] else ''}uniform"
-        )
-    if isinstance(dimension, list):
-        return ", ".join(
-            f"{each:g}" if isinstance(each, float) else str(each) for each in dimension
-        )
-    return f"that of {dimension.removeprefix('=')}"

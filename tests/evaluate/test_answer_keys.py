@@ -8,7 +8,7 @@ import pytest
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.suite.suites import load_suite
-from soren_align.evaluate.suite.tasks import equal_choices, load_tasks, long_answers, refuse_wrong_keys
+from soren_align.evaluate.suite.tasks import load_tasks, refuse_wrong_keys
 
 CHOICES = ["red", "brown", "black"]
 
@@ -48,43 +48,9 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(own_suite, tmp
         load_tasks(load_suite(suite), tmp_path / "cache")
 
 
-def tokenizer(texts, add_special_tokens):
-    """Every word but red and brown is unknown."""
-    assert not add_special_tokens
-    return {"input_ids": [[{"red": 1, "brown": 2}.get(word, 0) for word in text.split()] for text in texts]}
-
-
-def test_choices_of_the_same_tokens_are_reported():
-    choices = [["red", "brown"], ["red", "black", "white"], ["red", "red"], ["red", "red red"]]
-    colors = task(0, 1, 2, 3)
-    colors.doc_to_choice = lambda question: choices[question["key"]]
-    sentence = equal_choices(colors, tokenizer)
-    assert sentence.startswith("2 of 4 questions have two choices with the same tokens")
-    assert "(question 2: red, black, white)" in sentence
-    assert equal_choices(colors, tokenizer, limit=1) == ""
-    colors.OUTPUT_TYPE = "generate_until"
-    assert equal_choices(colors, tokenizer) == ""
-
-
 def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
     shutil.copytree(shipped.ROOT / "configs/new/questions", tmp_path / "suite")
     with (tmp_path / "suite/exact/test.jsonl").open("a") as stream:
         stream.write('{"question": "Who?", "answer": "Me"},\n')
     with pytest.raises(UserError, match=r"exact/test.jsonl:3: is not JSON: Extra data at column 37"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
-
-
-def written(*answers, **settings):
-    """A task as lm-eval's, whose answers are written, with at most three tokens."""
-    config = {"filter_list": None, "process_results": None, "generation_kwargs": {"max_gen_toks": 3}} | settings
-    return SimpleNamespace(OUTPUT_TYPE="generate_until", config=SimpleNamespace(**config), eval_docs=list(answers),
-                           doc_to_target=lambda question: question)  # fmt: skip
-
-
-def test_right_answers_that_no_model_can_finish_are_reported():
-    found = long_answers(written("red", "red brown red brown", ["red red red red", "red"]), tokenizer, 256)
-    assert found.startswith("1 of 3 right answers are longer than max_gen_toks, 3 tokens, so that no model can give")
-    assert "(question 2: red brown red brown, 4 tokens)" in found
-    assert long_answers(written("red", "red brown red"), tokenizer, 256) == ""
-    assert long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 256) == ""
-    assert "8 tokens" in long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 8)

@@ -1,5 +1,6 @@
 """points.json: what one evaluation writes, another process compares, and a stranger may have changed."""
 
+import hashlib
 import json
 from types import SimpleNamespace
 
@@ -26,11 +27,12 @@ def written(folder, rows, **changes):
     scores = [{c: {"value": 100 * sum(p) / len(p)} for c, p in each.points.items()} for each in rows.values()]
     head = {"format": 1, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
     entries = [{"name": name, "model": None, "scores": each} for name, each in zip(rows, scores, strict=True)]
-    (folder / "results.json").write_text(json.dumps(head | {"rows": entries}))
+    digest = hashlib.sha256(points_json(rows).encode()).hexdigest()
+    (folder / "results.json").write_text(json.dumps(head | {"rows": entries, "points_sha256": digest}))
     content = json.loads(points_json(rows))
     for name, change in changes.items():
         content["rows"]["SFT"]["acc"][name] = change
-    (folder / "points.json").write_text(json.dumps(content))
+    (folder / "points.json").write_text(json.dumps(content) + "\n")
     return folder
 
 
@@ -53,13 +55,8 @@ def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, oth
 
 
 @pytest.mark.parametrize(("changes", "problem"), [
-    ({"points": [1.0, 1.0, 1.0, 1.0]}, "the score of SFT in acc is 100.0, but 56.25 in results.json"),
-    ({"points": []}, "at least 1 item"),
-    ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
-    ({"clusters": [0, 1]}, "has cluster labels for 2 questions"),
-    ({"clusters": [0, 0, 0, 10**15]}, "the clusters are not numbered from 0 without gaps"),
-    ({"clusters": [0, -1, 0, 0]}, "greater than or equal to 0"), ({"prompts": "../../etc"}, "match pattern"),
-    ({"code": "x"}, "not permitted"),
+    ({"points": []}, "at least 1 item"), ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
+    ({"points": [1.0, 1.0, 1.0, 1.0]}, "differs from the file that belongs to results.json"),
 ])  # fmt: skip
 def test_a_changed_file_is_refused(tmp_path, changes, problem):
     folder = written(tmp_path, {"base": model(), "SFT": model()}, **changes)

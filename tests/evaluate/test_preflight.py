@@ -175,34 +175,13 @@ def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
 
 
 @pytest.mark.rest
-def test_a_group_without_clusters_and_questions_about_one_passage_are_notices(short, readers, tmp_path):
-    evaluation = short[1]
-    passages = ["A passage of more than a hundred characters, " * 3 + name for name in ("one", "two", "three")]
-    questions = [{"passage": passages[i % 3], "question": f"Q{i}?", "answer": "yes"} for i in range(7)]
-    questions += [{"passage": "the only question about this text " * 4, "question": "Q7?", "answer": "no"}]
-    folder = tmp_path / "suite"
-    (folder / "own").mkdir(parents=True)
-    (folder / "own" / "test.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
-    (folder / "own.yaml").write_text(
-        "task: own\ndataset_path: own\ntest_split: test\n"
-        "output_type: multiple_choice\ndoc_to_text: '{{passage}} {{question}}'\ndoc_to_choice: ['yes', 'no']\n"
-        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}]\n"
+def test_a_group_without_clusters_is_a_notice(short, readers, tmp_path):
+    (tmp_path / "suite.yaml").write_text(
+        f"title: MMLU\ndata_root: {short[1]['data_root']}\n"
+        "tasks:\n  - {task: mmlu, metric: acc, file: 'lm-eval:mmlu/default/_mmlu.yaml'}\n"
     )
-    suite = "title: Own\ndata_root: .\ntasks:\n  - {task: own, metric: acc, file: own.yaml%s}\n"
-
-    def notices(own):
-        (folder / "suite.yaml").write_text(own)
-        _, every = preflight(Eval(suite=str(folder)), *start_of(readers[0]))
-        return [notice for notice in every if "cluster" in notice]
-
-    (notice,) = notices(suite % "")
-    assert notice.startswith("own: 7 of 8 questions share 3 texts of the field passage, but the suite names no cluster")
-    assert notice.endswith("Write cluster: passage into the suite")
-    assert notices(suite % ", cluster: passage") == []
-    group = (
-        "title: MMLU\ndata_root: %s\ntasks:\n  - {task: mmlu, metric: acc, file: 'lm-eval:mmlu/default/_mmlu.yaml'}\n"
-    )
-    (notice,) = notices(group % evaluation["data_root"])
+    _, notices = preflight(Eval(suite=str(tmp_path)), *start_of(readers[0]))
+    (notice,) = [notice for notice in notices if "cluster" in notice]
     assert notice.startswith("mmlu: the suite names no cluster for this group of 57 tasks")
 
 

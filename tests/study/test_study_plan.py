@@ -66,7 +66,7 @@ def test_runs_and_cost_are_those_of_all_candidates():
     assert plan["flops"] == runs * (4 * 3.0e15 + 2 * 100 * 1.0e12)
     assert [name for name, each in plan["candidates"].items() if not each["maps_are_counted"]] == ["htmuon"]
     assert plan["hours"] == {"CPU core": runs * (2.0 + 3 * 1.0)}
-    assert plan["largest_memory"] == {"candidate": "soren", "bytes_per_rank": 3e9}
+    assert plan["candidates"]["soren"]["memory_bytes"] == 3e9
     assert (plan["evaluation"]["num_models"], plan["evaluation"]["num_requests"]) == (13, 13_000)
     assert plan["notices"] == ["the same for all"]
     assert planned(training=None)["flops"] is None
@@ -96,12 +96,10 @@ def test_disk_space_is_that_of_all_runs_and_of_checkpoints_that_are_being_writte
     seeds = ("search.seeds=[0]", "verdict.seeds=[7, 8, 9]")
     plan = planned("search.trials=5", "jobs=3", *seeds)
     per_study = (10 + 2 * 40 + 5) + 3 * (10 + 2 * 30 + 5)  # of one run of each candidate
-    assert plan["disk"]["bytes"] == (5 + 3) * per_study + 3 * 40
+    assert plan["disk_bytes"] == (5 + 3) * per_study + 3 * 40
     fewer = planned("search.trials=5", "jobs=3", *seeds, "search.keep_models=false")
-    assert fewer["disk"]["bytes"] == 3 * per_study + 3 * 40 + 3 * (10 + 2 * 40 + 5)
-    assert plan["disk"]["bytes_without_models_of_the_search"] == fewer["disk"]["bytes"]
-    assert "disk      2.68 kB: 32 runs with a model of 0.01 kB and 2 checkpoints" in printed(plan)
-    assert "12 runs with" in printed(fewer)
+    assert fewer["disk_bytes"] == 3 * per_study + 3 * 40 + 3 * (10 + 2 * 40 + 5)
+    assert "disk      2.68 kB at most" in printed(plan)
 
 
 def test_all_pairs_are_a_larger_family_and_need_larger_effects():
@@ -128,7 +126,6 @@ def test_the_plan_fits_eighty_columns(monkeypatch):
         text = printed(json.loads(json.dumps(plan)))
         assert max(map(len, text.splitlines())) <= 80
         assert re.search(r"runs +80\n +60 of the search: 4 candidates x 5 trials x 3 seeds\n +20 of the verdict", text)
-        assert re.search(r"optimizer.aux_lr  all +that of optimizer.lr", text)
         assert "80% power, Holm over" in text
 
 
@@ -146,9 +143,8 @@ def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
     }  # fmt: skip
     assert plan["candidates"]["adamw"]["flops"] < plan["candidates"]["soren"]["flops"]
     num_bytes = 4 * plan["model"]["num_parameters"]
-    assert plan["disk"]["model_bytes"] == plan["disk"]["start_bytes"] == num_bytes
-    assert plan["disk"]["checkpoint_bytes"] == 3 * num_bytes  # AdamW's: the weights and two moments
-    assert plan["disk"]["num_checkpoints"] == 2
+    # A model, its random start, and two checkpoints of the weights and one or two moments.
+    assert 40 * num_bytes * (1 + 1 + 2 * 2) < plan["disk_bytes"] <= 41 * num_bytes * (1 + 1 + 2 * 3)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """The form of results.json and of the summary, and the checks before an evaluation replaces them.
 
-A run folder may come from anyone, and `--output` may be any folder: only files of this form are
-read or replaced. No torch here, because model cards read results too.
+`--output` may be any folder: only files that an evaluation wrote are replaced. No torch here,
+because model cards read results too.
 """
 
 import json
@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from ...core.document import read_form
 from ...core.errors import UserError
 from ...core.files import is_component, read_json, refuse_unwritable, write
-from ...core.text import dotted
 
 NAME = "results.json"
 POINTS = "points.json"
@@ -58,20 +58,11 @@ class Interval(TypedDict):
     high: float
 
 
-class _Difference(Interval):
+class Difference(Interval):
+    """A difference to another row, and its statistics; see `significance.compare`."""
+
     p_holm: float
     also: NotRequired[dict[str, "Difference"]]
-
-
-def _refuse_words(difference: Any) -> Any:
-    for key, value in difference.items() if isinstance(difference, dict) else ():
-        if key != "also" and type(value) not in (int, float):
-            raise ValueError(f"{key} is not a number")
-    return difference
-
-
-Difference = Annotated[_Difference, BeforeValidator(_refuse_words)]
-"""A difference to another row, and its statistics, each a number; see `significance.compare`."""
 
 
 class Start(TypedDict):
@@ -146,43 +137,11 @@ def read_results(folder: Path) -> Results | None:
 
     Raises UserError if the file has another form or format, or is damaged.
     """
-    problem = "is not an evaluation's results, or is damaged"
-    content = _read(folder / NAME, problem)
-    if content is None:
+    file = folder / NAME
+    if not os.path.lexists(file):
         return None
-    try:
-        # Strict: a text in place of a number would fail later, in the middle of a table.
-        _RESULTS.validate_python(content, strict=True)
-        reason = _contradiction(content["rows"])
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = dotted(first["loc"])[:80]
-        reason = f"{f'{key}: ' if key else ''}{first['msg'][:120]}"
-    if reason:
-        raise UserError(f"{folder / NAME}: {problem} ({reason}); evaluate the run again")
-    return content
-
-
-def _contradiction(rows: list[Row]) -> str:
-    """Return how rows of one table contradict each other; "" if they do not."""
-    first, names = rows[0], [row["name"] for row in rows]
-    # The schema checks one row at a time. Tables index every row by the first one's columns, which
-    # no schema states.
-    for row in rows:
-        if row["scores"].keys() != first["scores"].keys():
-            return f"the rows {row['name']} and {first['name']} have different columns"
-        differences = row.get("differences")
-        if (
-            differences is not None
-            and differences.keys() | row.get("unpaired", {}).keys() != row["scores"].keys()
-        ):
-            return f"the scores and the differences of {row['name']} have different columns"
-        if any(
-            s.get("also", {}).keys() != first["scores"][c].get("also", {}).keys()
-            for c, s in row["scores"].items()
-        ):
-            return f"the rows {row['name']} and {first['name']} have different additional scores"
-    return "two rows have the same name" if len(set(names)) < len(names) else ""
+    remedy = "if this file is an evaluation's, remove it and evaluate again"
+    return read_form(file, _RESULTS, remedy, MAX_BYTES)
 
 
 def refuse_foreign(output: Path, names: list[str]) -> None:
@@ -200,23 +159,13 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
                 f"the row {name!r} cannot be the name of a folder of samples; rename the model's"
                 " folder"
             )
-    samples = output / "samples"
-    if samples.is_symlink():
-        raise UserError(f"{samples}: was not written by an evaluation; {remedy}")
-    try:
-        results = read_results(output)
-    except UserError as error:
-        raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
-    own = set() if results is None else {row["name"] for row in results["rows"]}
     # Without a results.json no evaluation wrote here: files of these names are somebody else's.
-    foreign = [
-        output / name for name in WRITTEN if results is None and os.path.lexists(output / name)
-    ]
-    foreign += [samples] if results is None and samples.exists() and any(samples.iterdir()) else []
-    foreign += [
-        samples / name for name in names if name not in own and os.path.lexists(samples / name)
-    ]
-    if foreign:
+    results, samples = read_results(output), output / "samples"
+    own = {row["name"] for row in results["rows"]} if results else set()
+    places = [samples / name for name in names if name not in own]
+    if results is None:
+        places += [output / name for name in WRITTEN]
+    if foreign := [place for place in places if os.path.lexists(place)]:
         raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
 
@@ -238,40 +187,14 @@ def write_summary(results: Results, file: Path) -> None:
 
 def refuse_foreign_summary(file: Path) -> None:
     """Raises UserError if `file` is there and not an earlier summary."""
-    problem, remedy = (
-        "is not a summary of an evaluation",
-        "choose another --summary, or move this file away",
-    )
-    if file.is_symlink() or file.is_dir():
-        raise UserError(f"{file}: is a symbolic link or a folder; {remedy}")
-    try:
-        content = _read(file, problem)
-    except UserError as error:
-        raise UserError(f"{str(error).partition('; ')[0]}; {remedy}") from None
-    rows = content["rows"] if isinstance(content, dict) and content.keys() == {"rows"} else None
-    is_summary = isinstance(rows, list) and all(
-        isinstance(row, dict)
-        and isinstance(row.get("name"), str)
-        and all(isinstance(value, int | float) for key, value in row.items() if key != "name")
-        for row in rows
-    )
-    if content is not None and not is_summary:
-        raise UserError(f"{file}: {problem}; {remedy}")
-
-
-def _read(file: Path, problem: str) -> Any:
-    """Return the content of a JSON file; None if there is no file.
-    Raises UserError with the problem if it is none.
-    """
     if not os.path.lexists(file):
-        return None
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: {problem} (not a regular file)")
+        return
     try:
-        content = read_json(file, max_bytes=MAX_BYTES)
-    except UserError as error:
-        reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{file}:")
-        raise UserError(f"{file}: {problem} ({reason[:120]})") from None
-    if content is None:
-        raise UserError(f"{file}: {problem} (null)")
-    return content
+        content = read_json(file) if file.is_file() else None
+    except UserError:
+        content = None
+    if not isinstance(content, dict) or content.keys() != {"rows"}:
+        raise UserError(
+            f"{file}: is not a summary of an evaluation; choose another --summary, or move this"
+            " file away"
+        )

@@ -21,7 +21,7 @@ from ...run.weights import load_config
 from ..stats.scores import cluster_labels
 from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
-from ..suite.tasks import Tasks, equal_choices, load_tasks, long_answers, shared_texts, subtasks
+from ..suite.tasks import Tasks, load_tasks, subtasks
 from .backends import (
     MAX_GEN_TOKS,
     BackendSettings,
@@ -39,8 +39,6 @@ from .workers import InProcess
 
 NUM_LONGEST = 2
 """Questions of each task whose prompts are made for every row, the longest."""
-NUM_LONG_ANSWERS = 20
-"""Questions of each task whose answers might be longer than a context, the longest."""
 
 
 @dataclass(frozen=True)
@@ -173,24 +171,18 @@ def check(
         raise UserError(*problems, *error.problems) from error
     probes = {row.name: Probe(row, suite, strict=options.strict) for row in rows}
     if not problems:
-        shortest = min(row.context for row in rows)
         for task in suite.tasks:
             loaded = [
                 s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"
             ]
             # If the longest questions fit the context, the others do.
-            questions = [
-                (subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded
-            ]
+            questions = [(subtask, _longest(subtask, options.limit)) for subtask in loaded]
             for probe in probes.values():
                 probe.add(task, questions)
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return tasks, [
-        *_row_notices(rows, suite, probes),
-        *_question_notices(rows[-1], suite, tasks, options),
-    ]
+    return tasks, [*_row_notices(rows, suite, probes), *_question_notices(suite, tasks, options)]
 
 
 def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Probe"]) -> list[str]:
@@ -231,21 +223,10 @@ def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "Pr
     return notices
 
 
-def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield notices about choices that are equal to the row's model, answers that it cannot finish,
-    and clusters.
-    """
+def _question_notices(suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield notices about questions that are not independent, where the suite names no cluster."""
     for task in suite.tasks:
         loaded = subtasks(tasks[task.column])
-        for subtask in loaded:
-            equal = equal_choices(subtask, row.tokenizer, options.limit)
-            long = long_answers(subtask, row.tokenizer, MAX_GEN_TOKS, options.limit)
-            yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
-    for task in suite.tasks:
-        loaded = subtasks(tasks[task.column])
-        docs = [
-            (subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]
-        ]
         if task.cluster:
             continue
         if len(loaded) > 1:
@@ -254,10 +235,10 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
                 " Questions of one task are then treated as independent, which makes intervals too"
                 " narrow. Write cluster: task into the suite"
             )
+        docs = [
+            (subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]
+        ]
         labels = cluster_labels(task, docs)
-        different = docs if labels is None else dict(zip(labels, docs, strict=True)).values()
-        if finding := shared_texts([doc for _, doc in different]):
-            yield f"{task.column}: {finding}"
         if labels is None:
             continue
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
@@ -272,26 +253,10 @@ def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval
         )
 
 
-def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:
-    """Return the longest questions of a task, and those with the longest answers if these might
-    exceed a context.
-    """
+def _longest(subtask: Any, limit: int | None) -> list[dict[str, Any]]:
+    """Return the longest questions of a task, their choices included."""
     docs = list(subtask.eval_docs)[:limit]
-    sizes = [len(str(doc).encode()) for doc in docs]
-    indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
-    answers: dict[int, int] = {}
-    with silence(), rendering():
-        for i, size in enumerate(sizes):
-            if size > context:  # a text has hardly more tokens than bytes
-                requests = _as_list(subtask.construct_requests(docs[i], [""]))
-                choices = [r.args[1] for r in requests if r.request_type == "loglikelihood"]
-                answers[i] = max((len(choice.encode()) for choice in choices), default=0)
-    long = [
-        i
-        for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__)
-        if answers[i] > context
-    ]
-    return [docs[i] for i in dict.fromkeys([*indices, *long])]
+    return heapq.nlargest(NUM_LONGEST, docs, key=lambda doc: len(str(doc)))
 
 
 def _as_list(requests: Any) -> list[Any]:

@@ -1,14 +1,12 @@
 """Load the tasks of a suite with lm-eval, and check each question.
 
-Of what lm-eval scores silently: a field that some questions do not have is the text "None" in its
-templates, a question whose key is none of its choices counts as answered wrong, and of equally
-likely choices the first counts as answered.
+lm-eval scores two mistakes silently: a field that some questions do not have is the text "None" in
+its templates, and a question whose key is none of its choices counts as answered wrong.
 """
 
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,6 @@ SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
 SPLITS = ("test_split", "validation_split")
 LETTERS = "ABCDEFGHIJ"
 """Keys of the right choice in many datasets."""
-MIN_PASSAGE = 100
-"""Characters of a text that several questions share, from which they are taken to be about this
-text."""
 _FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
@@ -341,95 +336,3 @@ def refuse_wrong_keys(task: Any, file: Any, lines: Sequence[str] = ()) -> None:
             f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); let doc_to_target"
             f" give the number of the right choice (the first is 0) or its text{remedy}"
         )
-
-
-def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
-    """Return a sentence about questions with two choices of the same tokens; "" if there are none.
-
-    They are equally likely for any model with this tokenizer, as when both are unknown words. task:
-    lm-eval's.
-    """
-    if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
-        return ""
-    with silence(), rendering():
-        questions = [
-            list(map(str, task.doc_to_choice(question)))
-            for question in list(task.eval_docs)[:limit]
-        ]
-    tokens = iter(
-        tokenizer([text for choices in questions for text in choices], add_special_tokens=False)[
-            "input_ids"
-        ]
-    )
-    equal = []
-    for number, choices in enumerate(questions, 1):
-        if len({tuple(next(tokens)) for _ in choices}) < len(choices):
-            equal.append(f"question {number}: {', '.join(choices):.100}")
-    if not equal:
-        return ""
-    return (
-        f"{len(equal):,} of {len(questions):,} questions have two choices with the same tokens"
-        f" ({equal[0]}); the first of the two choices counts as the answer"
-    )
-
-
-def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None = None) -> str:
-    """Return a sentence about right answers that have more than max_tokens tokens; "" if there are
-    none.
-
-    A model that gives one is cut off before its end, and counts as wrong. Tasks that read only a
-    part of an answer, by a filter or a function, are left out. task: lm-eval's; its own
-    max_gen_toks takes precedence.
-    """
-    settings = task.config
-    if (
-        task.OUTPUT_TYPE != "generate_until"
-        or settings.filter_list
-        or callable(settings.process_results)
-    ):
-        return ""
-    max_tokens = (settings.generation_kwargs or {}).get("max_gen_toks", max_tokens)
-    with silence(), rendering():
-        answers = [task.doc_to_target(question) for question in list(task.eval_docs)[:limit]]
-    # The shortest of several right answers: a model that has room for one of them is not cut off.
-    texts = [
-        min(map(str, answer), key=len) if isinstance(answer, list) else str(answer)
-        for answer in answers
-    ]
-    sizes = (
-        [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        if texts
-        else []
-    )
-    long = [number for number, size in enumerate(sizes, 1) if size > max_tokens]
-    if not long:
-        return ""
-    first = f"question {long[0]}: {texts[long[0] - 1]:.60}, {sizes[long[0] - 1]} tokens"
-    return (
-        f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens}"
-        f" tokens, so that no model can give them ({first}); write a larger max_gen_toks into the"
-        " task's generation_kwargs"
-    )
-
-
-def shared_texts(questions: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence about different questions that share a long text, such as a passage; "" if
-    there are none.
-
-    Their answers change together, so that they count for less than as many independent ones. A text
-    that all questions have, such as an instruction, is no passage.
-    """
-    for field in questions[0] if questions else ():
-        texts = [question.get(field) for question in questions]
-        counts = Counter(
-            text for text in texts if isinstance(text, str) and len(text) >= MIN_PASSAGE
-        )
-        sharing = [count for count in counts.values() if 1 < count < len(questions)]
-        if sharing:
-            return (
-                f"{sum(sharing):,} of {len(questions):,} questions share {len(sharing):,} texts of"
-                f" the field {field}, but the suite names no cluster. Questions with the same text"
-                " are then treated as independent, which makes intervals too narrow. Write"
-                f" cluster: {field} into the suite"
-            )
-    return ""
