@@ -51,7 +51,7 @@ class KeyCommand(TyperCommand):
     """A command with `--set`: other words that name a key are taken as its values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words."""
+        """Parse the words of the command line, with keys of a recipe as `--set`."""
         options: list[Any] = [
             parameter for parameter in self.params if parameter.param_type_name == "option"
         ]

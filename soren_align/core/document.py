@@ -200,7 +200,7 @@ class Document:
         self.lines[tuple(key)] = setting.text
 
     def report(self, key: Key, message: str) -> None:
-        """Add a problem."""
+        """Note a problem of a key."""
         self.problems.append(Problem(key, message))
 
     def validate(self, form: type[Form], **others: Any) -> Form | None:
@@ -221,7 +221,7 @@ class Document:
             raise UserError(*sentences(self.problems, self.lines), *self.bad_settings, *remedy)
 
     def validated(self, form: type[Form], *remedy: str, **others: Any) -> Form:
-        """`validate`, and `refuse_problems`."""
+        """Return the content as a `form`; raise UserError with all problems if it is none."""
         valid = self.validate(form, **others)
         self.refuse_problems(*remedy)
         assert valid is not None
@@ -452,7 +452,7 @@ def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list
 
 @dataclass(frozen=True)
 class _Mistake:
-    """One of pydantic's errors, located."""
+    """One of pydantic's errors, with the section that its key stands in."""
 
     error: Any
     key: Key
@@ -483,7 +483,7 @@ class _Mistake:
         return words[word] if word else None
 
     def message(self) -> str:
-        """Finding and remedy."""
+        """Return the finding and the remedy, as one sentence."""
         key, value = self.key, self.error.get("input")
         hint = self.section.hints.get(str(key[-1])) if key else None
         match self.kind:

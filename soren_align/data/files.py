@@ -232,7 +232,7 @@ class LocalFiles:
         }
 
     def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
-        """(place, record) of a file's records."""
+        """Return an iterator over (place, record) of a file's records."""
         file = self.files[name]
         separator = ":" if has_lines(file) else " record "
         return ((f"{name}{separator}{number}", record) for number, record in read_records(file))
@@ -322,7 +322,7 @@ class StandardLibrary(LocalFiles):
         return self.origin()
 
     def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(place, record) of one example."""
+        """Yield (place, record) of one example."""
         _, _, topic = name.partition(f"{_TOPICS}:")
         file = self.files[name]
         yield name, {"text": topics(file)[topic] if topic else file.read_text(encoding="utf-8")}

@@ -211,21 +211,21 @@ def read_example(example: Example, data_format: Format) -> Example | str:
 
 
 def _conversation(example: Example, inputs: tuple[str, ...]) -> Example:
-    """A conversation."""
+    """Read a conversation."""
     turns: Any = example.get(inputs[0])
     check_conversation(turns, inputs[0])
     return {"messages": plain_turns(turns)}
 
 
 def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example:
-    """A dialogue as text, or two: a pair."""
+    """Read a dialogue as text, or two of them: a pair."""
     names = _PAIR if "chosen" in inputs else inputs[:1]
     turns = {name: from_dialogue(example.get(name), name) for name in names}
     return _pair(turns) if "chosen" in inputs else _conversation(turns, inputs)
 
 
 def _texts(example: Example, inputs: tuple[str, ...]) -> Example:
-    """A text, a prompt and its completion, or a prompt and two answers, without a template."""
+    """Read a text, a prompt and its completion, or a prompt and two answers, without a template."""
     for name in inputs:
         check_text(example.get(name), name)
     if "chosen" in inputs:
@@ -234,7 +234,7 @@ def _texts(example: Example, inputs: tuple[str, ...]) -> Example:
 
 
 def _completion(example: Example, inputs: tuple[str, ...]) -> Example:
-    """A prompt and its completion, as turns."""
+    """Read a prompt and its completion, as turns."""
     for name in _COMPLETION:
         check_list(example.get(name), name, "{role, content}")
     # The whole is checked, so that the roles alternate across the border of the two as well.
@@ -244,7 +244,7 @@ def _completion(example: Example, inputs: tuple[str, ...]) -> Example:
 
 
 def _alpaca(example: Example, inputs: tuple[str, ...]) -> Example:
-    """Alpaca's instruction, input and output."""
+    """Read Alpaca's instruction, input and output as a prompt and its completion."""
     prompt, output = _instruction(example), example.get("output")
     check_text(output, "output")
     return {"prompt": prompt, "completion": [{"role": "assistant", "content": output}]}
@@ -263,7 +263,7 @@ def _instruction(example: Example) -> list[Turn]:
 
 
 def _pair(example: Example, inputs: tuple[str, ...] = (), prefix: str = "") -> Example:
-    """Two whole conversations. prefix: of their names, for messages."""
+    """Read two whole conversations. prefix: of their names, for messages."""
     for answer in _PAIR:
         turns, name = example.get(answer), f"{prefix}{answer}"
         check_conversation(turns, name)
@@ -278,7 +278,7 @@ def _pair(example: Example, inputs: tuple[str, ...] = (), prefix: str = "") -> E
 
 
 def _joined_pair(example: Example, inputs: tuple[str, ...]) -> Example:
-    """A prompt and two answers: ShareGPT's conversation and two turns, Alpaca's, or turns or
+    """Read a prompt and two answers: ShareGPT's conversation and two turns, Alpaca's, or turns or
     texts.
     """
     is_sharegpt = "conversations" in inputs

@@ -90,7 +90,7 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
 
 
 def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterator[EncodedExample]:
-    """The inverse of `token_columns`."""
+    """Yield the examples of columns that `token_columns` made."""
     for *parts, kinds in zip(
         *(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True
     ):

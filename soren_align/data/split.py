@@ -107,7 +107,7 @@ def source_record(spec: DataSplit, origin: dict[str, Any], data_format: Format) 
 def _from_file(
     spec: DataSplit, task: TaskName
 ) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
-    """(dataset, format, dropped, origin)."""
+    """Return (dataset, format, dropped, origin) of local files."""
     local, data_format = local_files(spec, task)
     origin = local.origin()
     # All that determines the examples is part of the key: a changed rule must not find the old
@@ -172,7 +172,9 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
 def _from_hub(
     spec: DataSplit, task: TaskName
 ) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
-    """(dataset, format, dropped, origin). Examples that are as TRL takes them are not copied."""
+    """Return (dataset, format, dropped, origin) of a hub dataset.
+    Examples that are as TRL takes them are not copied.
+    """
     place = (
         f"{spec.path} ({spec.split})"
         if spec.name is None

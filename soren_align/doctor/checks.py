@@ -89,7 +89,7 @@ def findings(name: str, machine: Machine) -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run one check."""
+    """Run one check, and write its findings into the file."""
     name, file, text = arguments
     values = json.loads(text)
     machine = Machine(**{**values, "folder": Path(values["folder"])})

@@ -48,7 +48,7 @@ class Conversation:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
     ):
-        """Load the model.
+        """Load the model and its tokenizer.
         name: for messages. path: see `model_folder`. dtype: None: the one in its config.
         """
         self.name, self.max_new_tokens, self.temperature = name, max_new_tokens, temperature

@@ -76,7 +76,7 @@ class Shard:
 
     @property
     def weight(self) -> Tensor:
-        """The elements of the parameter."""
+        """The shard's elements of the parameter, sharing memory."""
         return self.view_of(self.parameter)
 
     @property

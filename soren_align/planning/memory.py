@@ -40,14 +40,14 @@ class Component(NamedTuple):
 
 
 class Numel(NamedTuple):
-    """Numbers of the matrices, and of all other trained parameters."""
+    """The numbers of elements of the matrices, and of all other trained parameters."""
 
     matrices: int
     others: int
 
     @property
     def total(self) -> int:
-        """All trained parameters."""
+        """The number of all trained parameters."""
         return self.matrices + self.others
 
 

@@ -225,7 +225,7 @@ class OptimizerSection(Section):
 
     @property
     def routing(self) -> dict[str, Any]:
-        """The keywords of `optim.route`."""
+        """The keywords with which `optim.route` gets this section."""
         # AdamW has no `split`: it is elementwise.
         keys = ("aux", "matrices", "split")
         return {key: getattr(self, key) for key in keys if getattr(self, key, None) is not None}
@@ -314,12 +314,12 @@ class MatrixOptimizer(OptimizerSection):
 
     @property
     def spectral_map(self) -> SpectralMap:
-        """The only one of the class."""
+        """The map of the class, which has only one."""
         return self.own_map
 
     @property
     def map_settings(self) -> dict[str, Any]:
-        """Keys of this section."""
+        """The settings of the map, which are keys of this section."""
         return {key: getattr(self, key) for key in self.spectral_map.settings}
 
     @property

@@ -140,7 +140,7 @@ class RunFolder:
         return f"has no model yet (status: {record['status']}); finish the run first"
 
     def update(self, **changes: Any) -> None:
-        """Set keys of run.json."""
+        """Set keys of run.json; all others stay."""
         self.replace(**((self.read() or {}) | changes))
 
     def replace(self, **record: Any) -> None:

@@ -61,7 +61,7 @@ class Spectrum:
 
     @property
     def nu(self) -> float:
-        """(sum of sigma^8)^(1/8)."""
+        """The norm (sum of sigma^8)^(1/8), by which `minimax` divides the matrix."""
         return float(torch.linalg.vector_norm(self.sigma, 8))
 
     @property

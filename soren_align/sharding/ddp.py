@@ -51,7 +51,7 @@ class DDPStrategy(RankStrategy):
         )
 
     def layout(self, named: Named) -> Layout:
-        """Every parameter on every rank."""
+        """The layout in which every rank has every parameter whole."""
         return replicas(
             {name: tuple(p.shape) for name, p in named}, dist.get_world_size(self._group)
         )
@@ -61,7 +61,7 @@ class DDPStrategy(RankStrategy):
         return self._group or dist.group.WORLD, self._device  # type: ignore[return-value]
 
     def exchange(self, *arguments: Any) -> RankExchange:
-        """One that broadcasts."""
+        """The exchange that broadcasts updated weights, in place of gathering shards."""
         return ReplicaExchange(*arguments)
 
 

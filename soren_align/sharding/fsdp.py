@@ -69,7 +69,7 @@ class FSDP2Strategy(RankStrategy):
         return shapes
 
     def layout(self, named: Named) -> Layout:
-        """Row blocks, as torch.chunk divides them."""
+        """The layout of row blocks, as torch.chunk divides them."""
         # From shapes alone, not from the local tensors: every rank computes the shards of all the
         # others without asking them.
         group, _ = self.ranks()

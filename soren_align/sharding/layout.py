@@ -42,7 +42,7 @@ class ShardedWeight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all of it."""
+        """The number of elements of the whole weight."""
         return math.prod(self.shape)
 
     @property

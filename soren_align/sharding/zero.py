@@ -47,7 +47,7 @@ class ZeroStrategy(RankStrategy):
         return list(self._layouts)
 
     def has_layout(self, parameter: Tensor) -> bool:
-        """Whether there is a layout for it."""
+        """Whether a layout of this flat tensor was read."""
         return parameter in self._layouts
 
     def layout(self, named: Named) -> Layout:
@@ -60,7 +60,7 @@ class ZeroStrategy(RankStrategy):
         return self._layouts[named[0][1]]
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
-        """The data-parallel group."""
+        """The data-parallel ranks, and the device of this one."""
         return self._group or dist.group.WORLD, self._device  # type: ignore[return-value]
 
 

@@ -127,7 +127,7 @@ def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:
 
 
 def _check_files(checkpoint: Path) -> Seal:
-    """Return the seal.
+    """Return a checkpoint's seal.
     Raises UserError if a file is missing or of another size, or the folder was renamed.
     """
     seal = read_seal(checkpoint)

@@ -313,7 +313,7 @@ class StopOnSignal(TrainerCallback):
         self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Install the handlers."""
+        """Install the handlers of signals."""
         # A signal that came while the model was loading counts too: its exception may have been
         # lost (`core.signals`).
         self.received |= signals.received.keys()

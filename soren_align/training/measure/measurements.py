@@ -133,7 +133,7 @@ class Measurements(TrainerCallback):
         return values
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Start the clock."""
+        """Start the clock of tokens per second."""
         self._since = (time.perf_counter(), int(self.num_tokens))
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -164,7 +164,7 @@ class Measurements(TrainerCallback):
             optimizer.map_observers |= {self._add_map}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """End the observation."""
+        """Observe no further step until the next one that is logged."""
         self.attached.optimizer.update_observers -= {self._add_update}
         self.attached.optimizer.map_observers -= {self._add_map}
 
