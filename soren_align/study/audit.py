@@ -75,7 +75,7 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
             answers, about_answers = stats.read_answers(
                 folder, study.candidates, file.search.metric, suite, higher_is_better=higher
             )
-            weaknesses += [*about_answers, *stats.cautions(study.candidates, answers)]
+            weaknesses += [*about_answers, *stats.cautions(study.candidates)]
         except UserError as error:
             problems.append(str(error))
     if not problems:

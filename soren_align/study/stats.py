@@ -5,13 +5,11 @@ difference that this study could have found. All statements of a study are one f
 studies state anything wrong.
 """
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import bartlett
 
 from ..evaluate.stats.paired import ColumnPoints, Paired, Points, holm, read_points
 from ..evaluate.stats.power import FAMILY_ERROR
@@ -296,47 +294,14 @@ def num_questions(answers: Answers) -> dict[str, int]:
     return numbers | ({AVERAGE: of_suite} if of_suite else {})
 
 
-def cautions(candidates: Sequence[Candidate], answers: Answers) -> Iterator[str]:
-    """Yield facts about the runs that weaken a verdict.
-
-    Among them measures whose spread over seeds differs between candidates (Bartlett's test at 5%
-    for all measures): a mean of runs of which few are bad depends on how many of these few were
-    drawn.
-    """
+def cautions(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield the candidates that have no verdict."""
     for candidate in candidates:
         bad = [run.status for run in candidate.verdict if run.status != "finished"]
         if bad:
-            number, reasons = (
-                f"{len(bad)} of {len(candidate.verdict)}",
-                " or ".join(sorted(set(bad))),
-            )
+            number = f"{len(bad)} of {len(candidate.verdict)}"
+            reasons = " or ".join(sorted(set(bad)))
             yield (
                 f"{candidate.name}: {number} runs with fresh seeds {reasons}, so this candidate has"
                 " no verdict"
-            )
-    columns = next(iter(answers.runs.values()))[0] if answers.runs else ()
-    for column in columns:
-        factor, measure = (1, "held-out metric") if column == HELD_OUT else (100, column)
-        by_name = {
-            name: [factor * float(run[column].each.mean()) for run in runs if column in run]
-            for name, runs in answers.runs.items()
-        }
-        if len(by_name) < 2 or min(map(len, by_name.values())) < 2:
-            continue
-        deviations = {name: float(np.std(each, ddof=1)) for name, each in by_name.items()}
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")  # a spread of 0 makes the statistic infinite
-            p = bartlett(*by_name.values()).pvalue
-        # Bonferroni's correction over the measures: together they warn wrongly in at most 5% of
-        # studies.
-        if p < 0.05 / len(columns):
-            most, least = (
-                max(deviations, key=deviations.__getitem__),
-                min(deviations, key=deviations.__getitem__),
-            )
-            yield (
-                f"{measure}: the runs of {most} differ much more between seeds than those of"
-                f" {least} (standard deviation {deviations[most]:.3g} and {deviations[least]:.3g}),"
-                f" so other seeds could give {most} another mean; trials.csv has the scores of"
-                " single runs"
             )

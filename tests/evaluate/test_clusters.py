@@ -26,12 +26,10 @@ MMLU = np.array([
 SIZES = {"mmlu": MMLU, "20 of 30": np.full(20, 30), "300 of 1 to 8": np.random.default_rng(1).integers(1, 9, 300)}
 
 
-def results(points, labels=None, also=None):
+def results(points, labels=None):
     prompts = {"x": [(str(i), "same") for i in range(len(points))]}
     clusters = {} if labels is None else {"x": [str(label) for label in labels]}
-    return ModelResults(
-        settings={}, points={"x": list(points)}, prompt_hashes=prompts, clusters=clusters, also_points={"x": also or {}}
-    )
+    return ModelResults(settings={}, points={"x": list(points)}, prompt_hashes=prompts, clusters=clusters)
 
 
 def difference(each, labels=None, average=False):
@@ -160,20 +158,6 @@ def test_the_average_counts_clusters_too():
     each, labels = changes(np.random.default_rng(0), np.full(20, 50), 0.5, mean=0.3)
     clustered, alone = difference(each, labels, average=True), difference(each, labels)
     assert clustered["high"] - clustered["low"] == pytest.approx(alone["high"] - alone["low"], rel=0.05)
-
-
-def test_the_mean_over_subjects_has_one_observation_per_subject():
-    each, labels = changes(np.random.default_rng(0), np.full(20, 50), 0.5, mean=0.3)
-    subjects = [each[labels == label].tolist() for label in range(20)]
-    label = "mean over subjects"
-    rows = [
-        ("base", results([0.0] * 1000, labels, {label: [[0.0] * 50] * 20})),
-        ("SFT", results(each, labels, {label: subjects})),
-    ]
-    other = compare(rows, average=False)[1]["x"]["also"][label]
-    alone = difference(each, labels)
-    assert other["value"] == pytest.approx(alone["value"])
-    assert other["high"] - other["low"] == pytest.approx(alone["high"] - alone["low"], rel=0.08)  # by bootstrap
 
 
 @pytest.mark.parametrize("each", [[0.0] * 6, [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])

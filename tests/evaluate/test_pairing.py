@@ -1,6 +1,5 @@
 """Differences question by question: against scipy and statsmodels, and on models that do not differ at all."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,24 +208,6 @@ def test_settings_that_come_with_a_model_leave_its_row_unpaired(key, reason):
     first, other = answers({"x": [0]}, **{key: 1}), answers({"x": [0]}, **{key: 2})
     assert compare([("base", first), ("SFT", other)], average=True) == [None, {}]
     assert unpaired(first, other) == {"x": reason}
-
-
-def test_other_scores_are_compared_and_corrected_among_themselves():
-    """A suite that reports more of them changes no p of its columns."""
-    rng = np.random.default_rng(0)
-    plain = [("base", answers({"x": np.zeros(60), "y": np.zeros(60)}))]
-    plain += [(f"row{i}", answers({c: rng.random(60) < 0.1 for c in "xy"})) for i in range(2)]
-    also = [
-        (name, replace(found, also_points={"x": {"acc_norm": [[float(i)] * 30], "by subject": [[i / 2] * 9, [0.25]]}}))
-        for i, (name, found) in enumerate(plain)
-    ]
-    with_also = compare(also, average=True)
-    others = [row["x"].pop("also") for row in with_also[1:]]
-    assert with_also == compare(plain, average=True)
-    tested = [d for row in others for d in row.values()]
-    assert [d["p_holm"] for d in tested] == pytest.approx(multipletests([d["p"] for d in tested], method="holm")[1])
-    assert others[0]["acc_norm"]["value"] == 100
-    assert others[0]["by subject"]["value"] == 25  # the mean of the subjects' 50 and 0, not of the questions
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 4}, {"dtype": "bfloat16"}])

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 from soren_align.core.errors import UserError
-from soren_align.evaluate.stats.paired import ColumnPoints
 from soren_align.run.held_out import add_values, read_held_out
 from soren_align.study.config import VerdictSection
-from soren_align.study.stats import Answers, cautions, read_answers, verdict
+from soren_align.study.stats import cautions, read_answers, verdict
 from soren_align.study.study import HELD_OUT, Candidate, Run
 
 RULES = VerdictSection(seeds=[1, 2, 3], reference="adamw")
@@ -112,18 +111,7 @@ def test_equal_held_out_examples_are_one_cluster(tmp_path):
     assert read_held_out(tmp_path / "held_out.json", "eval_loss").clusters.tolist() == [0, 0, 1]
 
 
-def test_a_diverged_run_and_unequal_spreads_are_cautions():
-    def runs(name, status="finished"):
-        return [Run(name, "verdict", s, s, "", {}, "finished" if s else status) for s in range(3)]
-
-    def answered(*means):
-        return [{HELD_OUT: ColumnPoints(-np.full(9, mean), None, "")} for mean in means]
-
-    equal = Answers({"adamw": answered(1.0, 1.1, 1.2), "soren": answered(1.1, 1.05, 1.2)}, {})
-    assert [*cautions([], equal)] == []
-    unlike = Answers({"adamw": answered(1.0, 2.0, 3.0), "soren": answered(1.0, 1.0001, 1.0002)}, {})
-    muon = Candidate("muon", {}, {}, [], 0, {}, runs("muon", "diverged"))
-    first, second = cautions([muon], unlike)
-    assert first == "muon: 1 of 3 runs with fresh seeds diverged, so this candidate has no verdict"
-    words = "the runs of adamw differ much more between seeds than those of soren (standard"
-    assert second.startswith(f"held-out metric: {words}")
+def test_a_diverged_run_is_a_caution():
+    runs = [Run("muon", "verdict", s, s, "", {}, "finished" if s else "diverged") for s in range(3)]
+    (caution,) = cautions([Candidate("muon", {}, {}, [], 0, {}, runs)])
+    assert caution == "muon: 1 of 3 runs with fresh seeds diverged, so this candidate has no verdict"

@@ -402,7 +402,7 @@ def _json(
                 "n": a.get("n"),
             }
             entry |= {"reference_score": a["value"], "score": b["value"], "difference": d["value"]}
-            entry |= {key: number for key, number in d.items() if key not in ("value", "also")}
+            entry |= {key: number for key, number in d.items() if key != "value"}
             comparisons.append(entry | {"detectable": smallest[row["name"]][task]})
     keys = ("value", "stderr", "low", "high", "n")
     scores = {

@@ -62,7 +62,6 @@ class Difference(Interval):
     """A difference to another row, and its statistics; see `significance.compare`."""
 
     p_holm: float
-    also: NotRequired[dict[str, "Difference"]]
 
 
 class Start(TypedDict):

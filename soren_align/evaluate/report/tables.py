@@ -152,15 +152,8 @@ def notes(results: Results, brief: bool = False) -> list[str]:
     rows, lines = results["rows"], _legend(results, brief)
     for column, score in rows[0]["scores"].items():
         for label in score.get("also", {}):
-            texts = []
-            for row in rows:
-                difference = (row.get("differences") or {}).get(column)
-                d = difference and difference.get("also", {}).get(label)
-                change = f" ({', '.join(_difference(d, has_too_few(row, column)))})" if d else ""
-                texts.append(
-                    f"{row['name']}"
-                    f" {_score(row['scores'][column].get('also', {})[label], results)}{change}"
-                )
+            scores = [(row["name"], row["scores"][column].get("also", {})[label]) for row in rows]
+            texts = [f"{name} {_score(value, results)}" for name, value in scores]
             lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
         source = row.get("chat_template_of", row["name"])
@@ -260,7 +253,6 @@ def _legend(results: Results, brief: bool) -> list[str]:
     return [
         *_about_differences(results, brief),
         *_about_rows(results),
-        *_about_zero_errors(results),
         *(f"published scores, not evaluated here and not compared: {source}" for source in sources),
     ]
 
@@ -281,8 +273,6 @@ def _about_differences(results: Results, brief: bool) -> list[str]:
         tests = " (McNemar's exact test for right or wrong answers, bootstrap for other scores)"
         if brief:
             intervals = tests = ""
-        num_also = sum(len(d.get("also", ())) for _, _, d in cells)
-        also = f", and separately for the {num_also} comparisons of other scores below"
         lines += [
             (
                 f"+x [low, high]: difference to {first['name']} on the same questions, with its 95%"
@@ -291,7 +281,7 @@ def _about_differences(results: Results, brief: bool) -> list[str]:
             (
                 f"p: two-sided p-value of the difference{tests}, Holm-corrected for the"
                 f" {len(cells)} comparison{'s' * (len(cells) > 1)} in this"
-                f" table{also if num_also else ''}; *: p < 0.05"
+                f" table; *: p < 0.05"
             ),
         ]
         # An interval that excludes 0 beside a p above 0.05 looks like a mistake.
@@ -335,24 +325,6 @@ def _about_rows(results: Results) -> list[str]:
             to = f"{row['name']} minus {start['name']}, its starting checkpoint"
             lines.append(f"{to} (p corrected for this line alone): {'; '.join(texts)}")
     return lines
-
-
-def _about_zero_errors(results: Results) -> list[str]:
-    """Return a line with Wilson's intervals of scores of 0 and 100, whose standard error is 0."""
-    if results.get("intervals"):  # the cells have them
-        return []
-    intervals = [
-        f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
-        for row in results["rows"]
-        for column, score in row["scores"].items()
-        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0)
-    ]
-    if not intervals:
-        return []
-    return [
-        "± 0.0: if all answers are right, or all are wrong, the standard error is 0; Wilson's 95% "
-        f"intervals: {', '.join(intervals)}"
-    ]
 
 
 def _truncation(results: Results) -> list[str]:

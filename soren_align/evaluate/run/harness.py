@@ -132,14 +132,13 @@ class ModelResults(ModelAnswers):
         labels = cluster_labels(
             task, [(s, sample["doc"]) for s, sample in answers if sample["filter"] == task.filter]
         )
-        score, points, also_points, samples = score_column(task, loaded, output, model, labels)
+        score, points, samples = score_column(task, loaded, output, model, labels)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
         self.scores[task.column], self.points[task.column], self.samples[task.column] = (
             score,
             points,
             samples,
         )
-        self.also_points[task.column] = also_points
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         if labels:
             self.clusters[task.column] = labels

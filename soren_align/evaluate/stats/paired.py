@@ -53,9 +53,6 @@ class ModelAnswers:
     """All that is needed to reproduce the scores; equal for all rows of a table."""
     points: dict[str, Sequence[float]] = field(default_factory=dict)
     """The points of each question; a score is 100 times their mean."""
-    also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    """The points, by column and label, of the column's other scores, each 100 times the mean of the
-    lists' means."""
     clusters: dict[str, Sequence[Any]] = field(default_factory=dict)
     """The cluster of each question, in columns that have clusters."""
     prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)

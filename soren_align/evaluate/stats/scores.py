@@ -24,14 +24,13 @@ def score_column(
     output: dict[str, Any],
     model: str,
     labels: Sequence[str] | None = None,
-) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
-    """Return (score, points, points of the other scores, samples) of a column.
+) -> tuple[dict[str, Any], list[float], list[dict[str, Any]]]:
+    """Return (score, points, samples) of a column.
 
     score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of
     questions}; "chance": the score of answers at random; "also": other scores, {"value", "stderr"}
-    each; "subjects": those of a group.
-    points: of each question, see `normalize`; of the other scores by label, in one list, or in one
-    per subject if all subjects have equal weight.
+    each, which are shown and not compared; "subjects": those of a group.
+    points: of each question, see `normalize`.
     output: of lm-eval's simple_evaluate. labels: the cluster of each question; None: they are
     independent. Raises UserError if log-likelihoods or points are not numbers, or if the metric is
     not a mean over questions.
@@ -56,31 +55,26 @@ def score_column(
             for key in ("low", "high")
         }
     also: dict[str, Any] = {}
-    also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
         own = {name: normalize({name: raw[name]}, task.num_choices)[name] for name in names}
         score["subjects"] = {name: score_points([own[name]]) for name in names}
         if not isinstance(task.num_choices, dict):  # else this is the score
             also["mean over subjects"] = average([*score["subjects"].values()])
-            also_points["mean over subjects"] = [*points.values()]
-    # Shown beside the score and not compared: clipping is not linear, so that this is no mean over
+    # Clipping is not linear, so that this is no mean over
     # questions.
     if task.num_choices:
         parts = score["subjects"].values() if isinstance(task.num_choices, dict) else [score]
         also[CLIPPED] = {"value": statistics.fmean(max(part["value"], 0.0) for part in parts)}
     for other in others:
-        label, each = (
-            other.removesuffix(",none"),
-            [points_of(output, name, other, model) for name in names],
-        )
-        also[label], also_points[label] = score_points(each, labels), [[*chain(*each)]]
+        each = [points_of(output, name, other, model) for name in names]
+        also[other.removesuffix(",none")] = score_points(each, labels)
     if also:
         score["also"] = {
             label: {key: each[key] for key in ("value", "stderr") if key in each}
             for label, each in also.items()
         }
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
-    return score, [*chain(*points.values())], also_points, samples
+    return score, [*chain(*points.values())], samples
 
 
 def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, list[float]]:

@@ -34,8 +34,7 @@ def compare(
     {"value", "low", "high"} in percent with a 95% interval, "p" of no difference, two-sided, and
     "p_holm", the same after Holm's correction (1979) for all comparisons: if no row differs from
     the first, the smallest p_holm of the table is below 0.05 with a probability of 5% only.
-    "num_clusters": of a column with clusters. "also": the same of the column's other scores, which
-    are corrected among themselves, so that they change no p_holm of a column. Raises UserError if
+    "num_clusters": of a column with clusters. Raises UserError if
     two rows were evaluated with another dtype, batch size or software.
     """
     first_name, first = rows[0]
@@ -54,14 +53,8 @@ def compare_pairs(
     """
     differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
-    # Holm corrects within a family. The secondary scores are a family of their own: asking for one
-    # more of them must not weaken the main comparison.
-    for family in (
-        columns,
-        [other for difference in columns for other in difference.get("also", {}).values()],
-    ):
-        for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
-            difference["p_holm"] = corrected
+    for difference, corrected in zip(columns, holm([d["p"] for d in columns]), strict=True):
+        difference["p_holm"] = corrected
     return differences
 
 
@@ -77,18 +70,7 @@ def _differences(
         if column in reasons:
             continue
         columns.append(pair_column(first, later, column))
-        row[column], clusters, also = _difference(columns[-1:]), columns[-1].clusters, {}
-        for label, points in first.also_points.get(column, {}).items():
-            each = [
-                np.subtract(b, a)
-                for a, b in zip(points, later.also_points[column][label], strict=True)
-            ]
-            if clusters is None or len(each) == 1:
-                also[label] = _difference([Paired(one, clusters) for one in each])
-            else:  # a mean over subjects, each a cluster: its mean is one observation
-                also[label] = _difference([Paired(np.array([one.mean() for one in each]))])
-        if also:
-            row[column]["also"] = also
+        row[column] = _difference(columns[-1:])
     # A mean over the columns that happened to be comparable would be another benchmark.
     if average and not reasons:
         row["average"] = _resampled(columns)
