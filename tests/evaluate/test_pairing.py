@@ -1,6 +1,5 @@
 """Differences question by question: against scipy and statsmodels, and on models that do not differ at all."""
 
-
 import numpy as np
 import pytest
 from scipy import stats
