@@ -15,14 +15,9 @@ from soren_align.recipe import Model, Recipe, trl
 from soren_align.recipe.loader import SCHEMA_FILE, json_schema
 from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
-from soren_align.study.report.verdict import VERDICT_SCHEMA_FILE, verdict_schema
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-SCHEMAS = {
-    CONFIGS / SCHEMA_FILE: json_schema,
-    CONFIGS / STUDY_SCHEMA_FILE: study_schema,
-    CONFIGS / VERDICT_SCHEMA_FILE: verdict_schema,
-}
+SCHEMAS = {CONFIGS / SCHEMA_FILE: json_schema, CONFIGS / STUDY_SCHEMA_FILE: study_schema}
 INTRODUCTION = """\
 # The recipe
 

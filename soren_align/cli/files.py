@@ -321,8 +321,7 @@ def import_(
 
 def schema(
     kind: Annotated[
-        Literal["recipe", "study", "verdict"],
-        typer.Argument(metavar="KIND", help="recipe, study or verdict."),
+        Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")
     ] = "recipe",
     output: Annotated[
         str | None,
@@ -332,7 +331,7 @@ def schema(
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of recipes, studies or verdict.json, or write it to a file."""
+    """Print the JSON Schema of recipes or studies, or write it to a file."""
     from ..core.document import write_schema
 
     file_name, text = _schema(kind)
@@ -351,7 +350,7 @@ def schema(
             " file"
         )
     use = f": to use it in an editor, write this first line into a {kind}: {MODELINE}{target.name}"
-    typer.echo(printable(f"{target}{use if kind != 'verdict' else ''}"))
+    typer.echo(printable(f"{target}{use}"))
 
 
 def _schema(kind: str) -> tuple[str, str]:
@@ -362,10 +361,6 @@ def _schema(kind: str) -> tuple[str, str]:
         from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
         return STUDY_SCHEMA_FILE, schema_text(study_schema())
-    if kind == "verdict":
-        from ..study.report.verdict import VERDICT_SCHEMA_FILE, verdict_schema
-
-        return VERDICT_SCHEMA_FILE, schema_text(verdict_schema())
     from ..recipe.loader import SCHEMA_FILE, json_schema
 
     return SCHEMA_FILE, schema_text(json_schema())

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from soren_align.study.report.verdict import VERDICT, VerdictFile, verdict_file, verdict_schema
+from soren_align.study.report.verdict import VERDICT, verdict_file
 from tests.support.report_study import make_study
 
 STUDY = make_study(declaration="0123456789ab" * 5 + "cdef", num_questions={"held-out": 240, "zoo_mc": 400})
@@ -16,7 +16,7 @@ FORM = {
 
 
 def written(study, folder):
-    (folder / VERDICT).write_text(verdict_file(study, folder).model_dump_json())
+    (folder / VERDICT).write_text(json.dumps(verdict_file(study, folder)))
     return json.loads((folder / VERDICT).read_text())
 
 
@@ -25,7 +25,6 @@ def test_the_form_changes_with_its_version_only(tmp_path):
     content = written(STUDY, tmp_path)
     assert content["format"] == 2
     assert content.keys() == FORM
-    assert verdict_schema()["required"] == sorted(FORM - {"format"}, key=[*VerdictFile.model_fields].index)
     assert content["measures"][0].keys() == {
         "name", "unit", "higher_is_better", "num_questions", "start", "candidates",
     }  # fmt: skip

@@ -79,7 +79,7 @@ def plant(folder, *, trials=20, num_seeds=5, examples=10_000, questions=30_000, 
 
 def write_verdict(study, folder):
     """In the place of `write_report`: write verdict.json alone."""
-    write(folder / VERDICT, verdict_file(study, folder).model_dump_json())
+    write(folder / VERDICT, json.dumps(verdict_file(study, folder)))
 
 
 def _metrics(loss):

@@ -45,7 +45,7 @@ def write_report(study: Study, folder: Path) -> None:
     """
     write(folder / REPORT, render(contents(study)))
     write(folder / "trials.csv", trials_csv(study))
-    write(folder / VERDICT, json.dumps(verdict_file(study, folder).model_dump(), indent=1) + "\n")
+    write(folder / VERDICT, json.dumps(verdict_file(study, folder), indent=1) + "\n")
 
 
 def render(shown: dict[str, Any]) -> str:
