@@ -18,7 +18,7 @@ def test_the_shipped_schemas_are_the_generated_ones():
 
 
 def test_every_shipped_recipe_and_study_names_its_schema_for_editors():
-    of_recipes, of_studies, _ = (file.resolve() for file in reference.SCHEMAS)
+    of_recipes, of_studies = (file.resolve() for file in reference.SCHEMAS)
     for files, schema in ((shipped.recipes(), of_recipes), (shipped.studies(), of_studies)):
         for path in files.values():
             first = path.read_text(encoding="utf-8").splitlines()[0]
