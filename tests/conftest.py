@@ -65,7 +65,8 @@ def ranks(request, rank_pools):
 
 LONG = (*("test_zero_runs", "test_resume", "test_demo", "test_leaderboard", "test_answering", "test_parity"),
         *("test_precision", "test_ddp", "test_fsdp2", "test_lora_on_ranks", "test_planning", "test_shipped_recipes"),
-        *("test_planned_memory", "test_lora", "test_fuzz", "test_training", "test_memory"))  # fmt: skip
+        *("test_planned_memory", "test_lora", "test_fuzz", "test_training", "test_memory", "test_doctor", "test_soak"),
+        *("test_second_moments", "test_wheel", "test_own_data", "test_architectures"))  # fmt: skip
 """The longest files, which come first: two processes take one file at a time, and none waits long at the end."""
 
 

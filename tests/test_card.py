@@ -152,13 +152,6 @@ def test_of_a_local_path_only_the_last_part_is_published(text, shown):
     assert public(text) == shown
 
 
-def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(run, tmp_path):
-    file = add_results(run)
-    cached = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{'a' * 40}"
-    file.write_text(file.read_text().replace(f"{tmp_path}/run/start", cached))
-    assert f"models: base Qwen/Qwen2.5-0.5B@{'a' * 40}" in card(run, "zoo")
-
-
 def add_samples(run, suite="quickstart", response="a <b>\n| *c*", column="zoo_gen"):
     """Samples of generated text beside the results of `add_results`, whose rows then have this column too."""
     for name, text in (("base", "/home/jane/x"), ("SFT", response)):

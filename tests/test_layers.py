@@ -4,7 +4,6 @@ import ast
 import re
 import traceback
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ WITHOUT_TORCH |= {f"evaluate/answers/{name}.py" for name in ("comparison", "file
 WITHOUT_TORCH |= {f"evaluate/stats/{name}.py" for name in ("intervals", "paired", "points", "power", "significance")}
 WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}
 OTHER_VERSIONS = {("recipe/trl.py", "trl")}  # read where another TRL than trl.json's is installed
-MOST_FILES_TO_A_STEP = 5
 
 
 def files(package):
@@ -161,28 +159,6 @@ def changed_libraries(package):
                     yield f"{file.name} of {room(file, package)} changes {ast.unparse(target)}; see core/patches.py"
 
 
-def far_steps(package):
-    """The shortest way along imports from the commands to the optimizer's step, if it is too long."""
-    graph, start = import_graph(package), package / "cli/app.py"
-    ways, reached = [[start]], {start}
-    while ways:
-        way = ways.pop(0)
-        if "def step(self" in way[-1].read_text() and way[-1].parent.name == "optim":
-            if len(way) > MOST_FILES_TO_A_STEP:
-                yield " -> ".join(str(file.relative_to(package)) for file in way)
-            return
-        for file in sorted(graph[way[-1]] - reached):
-            reached.add(file)
-            ways.append([*way, file])
-    yield "no way leads from cli/app.py to the optimizer's step"
-
-
-def _chain(*names):
-    """Files of which each imports the next; the last has the optimizer's step."""
-    chain = {a: f"import soren_align.{b.removesuffix('.py').replace('/', '.')}\n" for a, b in pairwise(names)}
-    return {**chain, names[-1]: "class Optimizer:\n    def step(self): ...\n"}
-
-
 RULES = {
     upward_arrows: {"optim/planted.py": "def f():\n    from ..training import run\n"},
     wrong_doors: {"data/planted.py": "import lm_eval.tasks as tasks\n"},
@@ -191,7 +167,6 @@ RULES = {
     import_circles: {"optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
                      "optim/two.py": "from . import one\n"},
     changed_libraries: {"data/planted.py": "import os\nfrom datasets import config\nconfig.HF_HUB_OFFLINE = True\n"},
-    far_steps: _chain("cli/app.py", "launch/a.py", "launch/b.py", "launch/c.py", "launch/d.py", "optim/e.py"),
 }  # fmt: skip
 
 
@@ -216,7 +191,7 @@ def test_a_room_of_another_package_is_no_arrow(tmp_path):
 
 @pytest.mark.model
 def test_a_command_reaches_the_optimizers_step_in_five_files(tmp_path):
-    """As a person finds them in a traceback; `far_steps` reads the imports."""
+    """As a person finds them in a traceback."""
     stacks = []
 
     def record(optimizer, *_):

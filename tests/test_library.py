@@ -139,19 +139,6 @@ def test_updates_lost_to_rounding_are_a_warning(model):
 
 
 @pytest.mark.rest
-def test_a_resumed_training_ends_with_the_same_bits(model):
-    args = {"max_steps": 2, "save_steps": 1, "lr_scheduler_type": "constant"}
-    whole, resumed = (
-        SorenSFTTrainer(str(model), trl.SFTConfig(folder, **args), train_dataset=_examples("chat_train.jsonl"))
-        for folder in ("whole", "resumed")
-    )
-    whole.train()
-    resumed.train(resume_from_checkpoint="whole/checkpoint-1")
-    other = dict(resumed.model.named_parameters())
-    assert all(torch.equal(parameter, other[name]) for name, parameter in whole.model.named_parameters())
-
-
-@pytest.mark.rest
 def test_it_trains_as_trls_own_trainer_with_the_same_optimizer(model):
     """The reference: TRL's trainer, with AdamW built by hand. A trainer changes nothing but the optimizer."""
     ours = trainer(model, optimizer_settings={"name": "adamw", "aux_weight_decay": 0.05})

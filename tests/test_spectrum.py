@@ -80,17 +80,6 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run):
     assert {*first["below"].values()} == {None}
     assert all({*numbers.values()} == {None} for numbers in first["maps"].values())
 
-    done = command.run("spectrum", run.path, "--full", code=0)
-    for title in ("distance from the", "cosine of the", "size: norm of the"):
-        rows = {row[0]: row for line in done.stdout.partition(title)[2].splitlines()[1:7] if (row := line.split())}
-        assert {*rows["0.self_attn.zero"][2:]} == {"-"}
-        extreme = rows["largest" if title.startswith("distance") else "smallest"]
-        assert rows["0.self_attn.q_proj"][2:] == rows["mean"][1:] == extreme[1:]
-
-    run.spectra.write_text(json.dumps(zero) + "\n")
-    done = command.run("spectrum", run.path, "--full", code=0)
-    assert [{*line.split()[1:]} for line in done.stdout.splitlines() if line.startswith("mean")] == [{"-"}] * 3
-
 
 def test_globs_choose_matrices(run):
     assert {line["name"] for line in shown(run, "--matrices", "*.1.*")["spectra"]} == {NAMES[1]}

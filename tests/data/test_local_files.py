@@ -197,12 +197,3 @@ def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
     write_as(folder / "test.jsonl", [chat_row()])
     assert problems("data/test.jsonl") == ""  # named on purpose
     assert recipe.load("quickstart/sft", ["data.eval={path: data}"]).data.eval.path == "data"
-
-
-def test_a_path_without_data_files_is_refused_before_training(tmp_path):
-    (tmp_path / "none").mkdir()
-    message = "has no data file; name a folder with files of one of these kinds: .jsonl, .json, .csv, .txt"
-    assert message in problems(tmp_path / "none")
-    assert "has no data file" in problems(tmp_path / "none" / "*.jsonl")
-    (tmp_path / "rows.arrow").write_text("x")
-    assert "'.arrow' files cannot be read; convert the file to one of" in problems(tmp_path / "rows.arrow")

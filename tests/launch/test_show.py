@@ -8,7 +8,7 @@ from PIL import Image
 from soren_align.cli.app import main
 from soren_align.core.errors import UserError
 from soren_align.launch import show
-from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, draw_curves, read_curves
+from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, read_curves
 from soren_align.run.folder import read_metrics
 from tests.support.run_folders import add_results, finished_run
 
@@ -50,14 +50,6 @@ def test_damaged_lines_and_values_are_left_out(tmp_path):
     assert read_curves(tmp_path / "m")[LOSS] == [(1, 2.0)]
     assert read_curves(tmp_path / "missing").by_key == {}
     assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1, 2, 2, 3]
-
-
-def test_curves_leave_no_other_file_and_replace_a_link_without_following_it(run, tmp_path):
-    (tmp_path / "elsewhere").write_text("kept")
-    run.curves.symlink_to(tmp_path / "elsewhere")
-    draw_curves([("a", read_curves(run.metrics))], run.curves)
-    assert (tmp_path / "elsewhere").read_text() == "kept"
-    assert sorted(path.name for path in run.path.glob("curves*")) == ["curves-dark.png", "curves.png"]
 
 
 def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():

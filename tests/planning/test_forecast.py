@@ -95,19 +95,6 @@ def test_offloaded_states_lie_in_the_memory_of_the_cpu():
     assert num_bytes(cost, "cpu") == states
 
 
-@pytest.mark.parametrize(("weight", "compensation", "each"), [(4, 0, 0), (2, 0, 8), (2, 2, 16)])
-def test_adamw_makes_a_chunk_in_passing_and_no_more(weight, compensation, each):
-    def planned(num_others, mode=Parallel("ddp"), **settings):  # noqa: B008
-        optimizer = {"name": "adamw", "compensation": "kahan" if compensation else None}
-        return cost_of({}, num_others, mode, 1, optimizer, sizes={"weight_bytes": weight}, **settings)
-
-    assert num_bytes(planned(100), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
-    assert num_bytes(planned(10**9), phase="optimizer_step").get("AdamW workspace", 0) == 2**22 * each
-    assert num_bytes(planned(100, on_cpu=True), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
-    offloaded = planned(100, zero(2, offload=1, accumulated="fp32"))
-    assert "AdamW workspace" not in num_bytes(offloaded, "cpu", "optimizer_step"), "float32 master weights"
-
-
 BFLOAT16 = {"bf16": {"enabled": True}}
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

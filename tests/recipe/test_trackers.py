@@ -51,12 +51,6 @@ def test_what_is_not_there_is_named_with_its_remedy(installed, asked, message):
     assert message in trl.problems("sft", {"report_to": asked})["report_to"]
 
 
-def test_the_folder_that_wandb_leaves_behind_is_not_wandb(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "swanlab").mkdir()
-    assert "needs swanlab" in trl.problems("sft", {"report_to": "swanlab"})["report_to"]
-
-
 def test_the_place_in_the_recipe_is_told():
     with pytest.raises(UserError, match=r"trainer.report_to: found 'trakio'.*did you mean 'trackio'\?"):
         recipe.load("quickstart/sft", ["trainer.report_to=trakio"])

@@ -1,14 +1,12 @@
 """configs/slurm/train.sbatch on a real Slurm: whatever takes the nodes away, the job resumes by itself."""
 
 import json
-import os
 import subprocess
 import time
 
 import pytest
 from soren_align.core.shipped import ROOT
 from soren_align.run.folder import RunFolder
-from tests.slurm.conftest import write_program
 from tests.soak import runs
 
 pytestmark = pytest.mark.slurm
@@ -157,28 +155,6 @@ def test_a_job_resumes_after_its_time_limit_but_not_after_scancel(slurm, submit,
     assert not [*run.path.parent.glob(".soren-align-stopped*")]
 
 
-ONE_ENDS = "[ $SLURM_PROCID = 1 ] || exec sleep 30;"
-STOPPING = 'touch "$SOREN_ALIGN_STOPPED";'
-
-
-@pytest.mark.parametrize(("program", "state"), [
-    ("exit 0", "COMPLETED"),
-    ("exit 2", "FAILED"),
-    (f"{ONE_ENDS} kill -9 $$", "FAILED"),
-    (f"{ONE_ENDS} exit 130", "FAILED"),
-    (f"{STOPPING} exit 130", "PENDING"),
-    (f"{STOPPING} {ONE_ENDS} exit 130", "PENDING"),
-    (f"{STOPPING} {ONE_ENDS} kill -9 $$", "PENDING"),
-])  # fmt: skip
-def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(slurm, tmp_path, program, state):
-    write_program(tmp_path / "soren-align", program)
-    path = f"--export=ALL,PATH={tmp_path}:{os.environ['PATH']}"
-    number = slurm.submit(tmp_path, *TWO_NODES, path, TRAIN_JOB)
-    job = slurm.wait_for_end(number)
-    assert job["JobState"] == state, job
-    slurm.call("scancel", number)
-
-
 def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slurm, submit):
     trained, run = submit(config(8, parallel="ddp"))
     folder = run.path.parent
@@ -190,10 +166,3 @@ def test_an_evaluation_of_its_own_follows_the_training_and_no_machine_waits(slur
     assert slurm.wait_for_end(job)["JobState"] == "COMPLETED", (folder / "log").read_text()
     (results,) = run.path.glob("eval/*/results.json")
     assert len(json.loads(results.read_text())["rows"]) == 2  # the model and its start
-
-
-def test_an_evaluation_does_not_wait_for_a_cancelled_training(slurm, submit):
-    trained, run = submit(config(300, parallel="ddp"))
-    job = slurm.submit(run.path.parent, *ONE_GPU, f"--dependency=afterok:{trained}", EVAL_JOB, "run")
-    slurm.call("scancel", trained)
-    assert slurm.wait_for_end(job)["JobState"] == "CANCELLED"

@@ -1,6 +1,6 @@
 """`make soak`: faults of every kind on runs of every kind; after each, the same command must end with the same result.
 
-    python -m tests.soak [--seed N] [--jobs 2] [--state FILE] [--kinds PATTERN] [--configs sft,dpo] [--sample]
+    python -m tests.soak [--seed N] [--state FILE] [--sample]
     python -m tests.soak --seed N --one 'SIGHUP:lora:0'    one case again: its notes and its output
 
 Every case follows from (seed, kind, configuration, number); see faults.py. The state file has a line for each case that
@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = ("identical", "clear")
+NUM_WORKERS = 2
 SAMPLE = [
     *("killed at a random write:sft:0", "SIGTERM once:sft:0", "disk filled meanwhile:sft:0"),
     *("checkpoint: one bit of the weights:sft:0", "checkpoint: file truncated, empty, removed:lora:0"),
@@ -49,7 +50,7 @@ def load_libraries(folder: Path) -> None:
         importlib.import_module(name)
 
 
-def cases(seed: str, kinds: str = "", configs: str = "", sample: bool = False) -> list[str]:
+def cases(seed: str, sample: bool = False) -> list[str]:
     """Return the names of all cases, KIND:CONFIGURATION:NUMBER, in random order: each part has all kinds."""
     from tests.soak.faults import KINDS
 
@@ -59,8 +60,6 @@ def cases(seed: str, kinds: str = "", configs: str = "", sample: bool = False) -
         for number in range(kind.number):
             names.append(f"{kind.name}:{kind.configs[(first + number) % len(kind.configs)]}:{number}")
     random.Random(seed).shuffle(names)
-    chosen = set(configs.split(",")) if configs else None
-    names = [n for n in names if re.search(kinds, n) and (chosen is None or n.rsplit(":", 2)[1] in chosen)]
     return SAMPLE if sample else names
 
 
@@ -162,11 +161,11 @@ def work(names: list[str], taken: Any, state: State, folder: Path, references: d
         print(f"{line.get('verdict', 'reference' if 'reference' in line else 'DEFECT'):10}{name}", flush=True)
 
 
-def in_workers(names: list[str], jobs: int, *rest: Any) -> None:
-    """Do all of these names in forked workers."""
+def in_workers(names: list[str], *rest: Any) -> None:
+    """Do all of these names in NUM_WORKERS forked workers."""
     context = multiprocessing.get_context("fork")
     taken = context.Value("i", 0)
-    workers = [context.Process(target=work, args=(names, taken, *rest)) for _ in range(min(jobs, len(names)))]
+    workers = [context.Process(target=work, args=(names, taken, *rest)) for _ in range(min(NUM_WORKERS, len(names)))]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -202,10 +201,7 @@ def main() -> int:
     """The command line; the exit status."""
     parser = argparse.ArgumentParser(description="Faults on runs of every kind.")
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--kinds", default="", metavar="PATTERN")
-    parser.add_argument("--configs", default="", metavar="NAMES")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--one", metavar="CASE")
     options = parser.parse_args()
@@ -217,10 +213,10 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     has_mounts = faults.separate_mounts()
     load_libraries(folder)
-    names = [options.one] if options.one else cases(options.seed, options.kinds, options.configs, options.sample)
+    names = [options.one] if options.one else cases(options.seed, options.sample)
     finished = {line["reference"] for line in state.lines() if "reference" in line}
     needed = dict.fromkeys(name.rsplit(":", 2)[1] for name in names)
-    in_workers([name for name in needed if name not in finished], options.jobs, state, folder, needed, has_mounts)
+    in_workers([name for name in needed if name not in finished], state, folder, needed, has_mounts)
     references = {line["reference"]: faults.Reference(**{f.name: line[f.name] for f in fields(faults.Reference)})
                   for line in state.lines() if "reference" in line}  # fmt: skip
     if missing := needed.keys() - references.keys():
@@ -231,7 +227,7 @@ def main() -> int:
         print(json.dumps(line, indent=1))
         return 0 if line["verdict"] in GOOD else 1
     done = {line["case"] for line in state.lines() if "verdict" in line}
-    in_workers([name for name in names if name not in done], options.jobs, state, folder, references, has_mounts)
+    in_workers([name for name in names if name not in done], state, folder, references, has_mounts)
     # Of a case that met a defect of the soak, and was repeated, the last line counts.
     lines = list({line["case"]: line for line in state.lines() if line.get("case") in names}.values())
     bad = [line for line in lines if line.get("verdict") not in (*GOOD, "not hit", "not run")]

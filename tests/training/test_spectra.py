@@ -96,11 +96,6 @@ def test_gradients_are_recorded_beside_momenta_as_the_optimizer_gets_them(tmp_pa
     assert {s.of for s in spectra_of_run(run.folder)[1]} == {"momentum"}
 
 
-def test_a_run_without_recorded_gradients_names_the_setting(recorded):
-    with pytest.raises(UserError, match=r"has no spectra of gradients; train with .*run.log_spectra.of"):
-        spectra_of_run(recorded[0], of="gradient")
-
-
 @pytest.mark.parametrize(("key", "message"), [
     ("run.parallel=zero2", "gradients are whole with run.parallel ddp alone"),
     ("trainer.fp16=true", "fp16 scales the gradients"),
