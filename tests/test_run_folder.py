@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from soren_align import recipe
@@ -181,6 +182,23 @@ def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make
     with pytest.raises(UserError, match=rf"{name}: is a symbolic link to"):
         prepare(prepared, make())
     assert contents(elsewhere) == before
+
+
+def test_a_folder_of_checkpoints_that_may_not_be_read_is_no_empty_one(make, prepared, monkeypatch):
+    prepared.metrics.touch()
+    (prepared.checkpoints / "checkpoint-2").mkdir(parents=True)
+    (prepared.checkpoints / "checkpoint-2" / "soren_align.json").touch()
+
+    def refuse(path, original):
+        if str(path) == str(prepared.checkpoints):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, partial(refuse, original=getattr(os, name)))
+    with pytest.raises(PermissionError):
+        prepare(prepared, make())
+    assert prepared.metrics.is_file()
 
 
 def test_a_run_that_is_half_cleared_is_still_a_run(make, prepared, monkeypatch):

@@ -150,8 +150,5 @@ def test_a_map_and_an_optimizer_of_another_package_are_checked_and_step(environm
 
 @pytest.mark.process
 def test_the_commands_know_them(environment):
-    plan = ("-m", "soren_align", "plan", "quickstart/sft", "--set")
-    assert "cubic, of another package" in run(environment, *plan, "optimizer.map=cubic").stdout
-    by_name = run(environment, *plan, "optimizer.name=cubic_muon").stdout
-    assert "optimizer cubic_muon (cubic, of another package" in by_name
-    assert '"cubic"' in run(environment, "-m", "soren_align", "schema").stdout
+    plan = run(environment, "-m", "soren_align", "plan", "quickstart/sft", "--set", "optimizer.name=cubic_muon")
+    assert "optimizer cubic_muon (cubic, of another package" in plan.stdout

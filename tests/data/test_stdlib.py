@@ -4,7 +4,7 @@ import sysconfig
 
 import pytest
 from soren_align.data import load_split, open_stream
-from soren_align.data.files import StandardLibrary, is_validation, topics
+from soren_align.data.files import StandardLibrary, is_validation
 from soren_align.recipe import TrainSplit
 from tests.support.conversations import split
 
@@ -38,16 +38,6 @@ def test_each_module_and_each_topic_is_one_example_of_one_split(library):
     assert set(texts("validation")) >= {f"x = {name!r}\n" for name in VALIDATION}
 
 
-def test_new_modules_move_no_other_one(library, monkeypatch):
-    before = [set(texts(part)) for part in ("train", "validation")]
-    for i in range(40):
-        (library / f"aa{i}.py").write_text(f"new = {i}\n")
-    grown = library.rename(library.with_name("grown"))  # entries are cached by the folder
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(grown))
-    after = [set(texts(part)) for part in ("train", "validation")]
-    assert all(old < new for old, new in zip(before, after, strict=True))
-
-
 def test_a_copy_of_a_training_module_is_not_in_validation(library):
     name = VALIDATION[0]
     trained = next(other for other in NAMES if other not in VALIDATION)
@@ -61,13 +51,3 @@ def test_a_stream_has_the_examples_of_a_pass(library):
     block = next(preview.stream.blocks(preview.stream.start))
     assert sorted(example["text"] for example in block.examples) == sorted(texts("train"))
     assert preview.source["sha256"] == load_split(split("python:stdlib"), "sft").source["sha256"]
-
-
-def test_this_pythons_own_library_has_code_and_english():
-    library = StandardLibrary.of_split("train")
-    assert library.origin()["num_bytes"] > 5e6
-    assert "python:stdlib/json/decoder.py" in library.files
-    assert not any("/test/" in name or "/tests/" in name for name in library.files)
-    topic = next(name for name in library.files if "topics.py:" in name)
-    ((_, record),) = library.of_file(topic)
-    assert record["text"] == topics(library.files[topic])[topic.partition("topics.py:")[2]]

@@ -100,6 +100,15 @@ def test_a_damaged_entry_is_removed_and_made_again_with_a_notice(
     assert len(list(tmp_path.glob("tokens/*"))) == 1  # no part of a folder is left
 
 
+def test_a_damaged_file_of_examples_is_made_again_too(write, cache, capsys):
+    path = split(write("sft.jsonl", ROWS["sft"]))
+    first = load_split(path, "sft").dataset[:]
+    (file,) = cache.glob("soren-align/*/data.arrow")
+    damaged(file, "a flipped bit")
+    assert load_split(path, "sft").dataset[:] == first
+    assert "is removed and made again" in " ".join(capsys.readouterr().err.split())
+
+
 def test_without_a_cache_the_folder_ends_with_the_tokens(make_tokenizer, dataset, tmp_path, monkeypatch, count):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for _ in range(2):

@@ -27,13 +27,6 @@ def test_the_table_is_the_papers():
             assert runs.perplexities[other] - runs.perplexities["Soren"] == pytest.approx(difference)
 
 
-def test_a_sum_divided_by_one_too_many_is_a_root_of_the_perplexity():
-    corrected = load_perplexities("paper/pretraining").models["LLaMA-60M"].corrected()
-    assert corrected["Soren"] == pytest.approx(36.4, abs=0.05)
-    assert corrected["Soren"] ** (100 / 101) == pytest.approx(35.14)
-    assert load_perplexities("paper/pretraining").models["LLaMA-135M"].corrected() == {}
-
-
 def test_the_lines_have_both_numbers_and_the_source():
     table = load_perplexities("paper/pretraining")
     published, corrected, source = describe_published(table, "LLaMA-60M")

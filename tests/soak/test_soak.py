@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -79,3 +80,4 @@ def test_eight_faults_change_nothing(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| **all** | 8 |" in done.stdout
+    assert int(re.search(r"Of \d+ faults (\d+) hit", done.stdout)[1]) >= 6, done.stdout  # else nothing was disturbed

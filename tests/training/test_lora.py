@@ -11,7 +11,9 @@ from soren_align.core.errors import UserError
 from soren_align.evaluate.run.lineage import lineage
 from soren_align.optim import route, routing_table
 from soren_align.publish.card import card
+from soren_align.recipe import adapter_config
 from soren_align.training import adapters
+from soren_align.training import run as training
 from soren_align.training.model import starting_checkpoint
 from tests.support.tiny_run import same
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,6 +62,17 @@ def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second)
         with torch.device("meta"):
             model = adapters.add_empty_adapter(AutoModelForCausalLM.from_config(config), run.recipe, start)
         assert routing_table(route(model)) == sft.folder.read()["routing"]
+
+
+def test_the_adapter_remembers_a_base_that_stays(sft):
+    said = adapter_config(sft.folder.model)
+    assert said["base_model_name_or_path"] == str(sft.folder.start.resolve())
+    names = {file.name for file in sft.folder.model.iterdir()}
+    assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer_config.json"}
+    assert not names & {"README.md", "model.safetensors", "training_args.bin"}
+    moved = sft.folder.path.rename(sft.folder.path.with_name("elsewhere"))
+    there = adapter_config(moved / "model")
+    assert there["base_model_name_or_path"] == str((moved / "start").resolve())
 
 
 def test_the_cards_python_runs_for_an_adapter_and_for_a_whole_model(sft, monkeypatch, capsys):
@@ -185,3 +198,17 @@ def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
     merged = adapters.merge(run.folder)
     assert {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()} == {getattr(torch, dtype)}
     assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
+
+
+def test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again(tiny_run, monkeypatch):
+    """TRL asks for is_loaded_in_4bit alone, so that a plain base with that mark stands in for a quantised one."""
+    load = training.build.load_model
+
+    def marked(*args):
+        model = load(*args)
+        model.is_loaded_in_4bit = True
+        return model
+
+    monkeypatch.setattr(training.build, "load_model", marked)
+    trainer = tiny_run("dpo", *LORA).trainer()
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from soren_align.core.errors import UserError
+from soren_align.training.trained_optimizer import OptimizerCheck, OptimizerMismatch
 
 
 def scaled(run, broken_steps, patch, scale=65536.0):
@@ -51,3 +52,17 @@ def test_a_scale_below_1_ends_the_run(tiny_run, monkeypatch):
     run = tiny_run("sft", "trainer.max_grad_norm=0", "trainer.save_strategy=no")
     with pytest.raises(UserError, match=r"step 2: the gradient has a NaN or an infinity even at the loss scale 0\.5"):
         scaled(run, {1, 2, 3, 4, 5, 6}, monkeypatch, scale=2.0)
+
+
+def test_a_step_of_some_matrices_is_no_step_that_was_left_out(tiny_run, monkeypatch):
+    run = tiny_run("sft", "trainer.max_grad_norm=0", "trainer.save_strategy=no")
+    step = OptimizerCheck.on_optimizer_step
+
+    def by_halves(self, *args, **kwargs):
+        self.attached.optimizer.num_maps -= 1
+        self.attached.wrappers[0]._is_overflow = True
+        step(self, *args, **kwargs)
+
+    monkeypatch.setattr(OptimizerCheck, "on_optimizer_step", by_halves)
+    with pytest.raises(OptimizerMismatch, match="13 spectral maps in one optimizer step for 14 matrices"):
+        run.trainer().train()

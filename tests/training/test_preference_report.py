@@ -2,7 +2,7 @@
 
 import pytest
 from soren_align.launch.show import show
-from soren_align.run.preferences import describe_preferences, repeated_share, sample_changes
+from soren_align.run.preferences import describe_preferences, sample_changes
 
 FALL = {"chosen": -2.5, "rejected": -10.0}
 NORMAL = "This is normal in DPO; it is a concern if sampled answers become longer, repeat themselves or make no sense"
@@ -55,13 +55,6 @@ def test_samples_are_compared_by_prompt_from_the_start_to_the_end():
     ]
     unchanged = [line(0, "a", "One two three."), line(9, "a", "Four two three.")]
     assert describe_preferences({"samples": sample_changes(unchanged)}) == []
-
-
-def test_repetitions_are_counted_in_words_and_in_chinese_characters():
-    assert repeated_share("one two three") == repeated_share("") == 0
-    assert repeated_share("One two three four. one TWO three four") == pytest.approx(1 / 5)
-    assert repeated_share("猫吃鱼和草") == 0
-    assert repeated_share("猫吃鱼猫吃鱼猫吃鱼") == pytest.approx(3 / 6)
 
 
 @pytest.mark.rest

@@ -91,6 +91,15 @@ def test_the_reference_of_a_hub_model_has_its_revision(tiny_run, tmp_path, monke
         assert torch.equal(weight, reference_weight)
 
 
+@pytest.mark.rest
+def test_dropout_of_the_policy_alone_is_no_other_reference(tiny_run):
+    """Attention's: TRL switches only layers of dropout off. The precomputed reference has none."""
+    trainer = tiny_run("dpo", PRECOMPUTED, *ONE_STEP).trainer()
+    for layer in trainer.model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    trainer.train()
+
+
 def test_a_reference_of_the_users_is_not_checked(tmp_path):
     policy, other = (make_model(tmp_path / str(seed), seed) for seed in (0, 1))
     examples = [{"prompt": "The", "chosen": " otter", "rejected": " owl"}] * 4

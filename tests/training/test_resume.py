@@ -160,6 +160,13 @@ def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
             read(stopped)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff{}", b"\0" * 512])
+def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, content):
+    (tmp_path / "soren_align.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"{tmp_path}/soren_align\.json.*; remove this checkpoint's folder to resume"):
+        read_seal(tmp_path)
+
+
 def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, monkeypatch):
     best = ("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2")
     original = SorenTrainerMixin._load_best_model
