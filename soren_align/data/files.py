@@ -210,7 +210,7 @@ class LocalFiles:
         of the files' times of modification, which `sampled` states.
         """
         # A stream may be terabytes, which no start should read: a change in place that keeps size,
-        # times and sampled chunks is not noticed, and run.json says that it was sampled.
+        # times and sampled chunks is not noticed, and run.json records that it was sampled.
         stats = {name: file.stat() for name, file in self.files.items()}
         chunks = [
             chunk

@@ -263,8 +263,8 @@ def checked(
     At the end raises UserError if no example is valid, or one that is not is to be refused.
     numbered: (place, record) pairs.
     """
-    # Errors are raised at the end: all examples are counted, so that the message says how many are
-    # wrong, and not only which is the first.
+    # Errors are raised at the end: all examples are counted, so that the message has the number of
+    # wrong ones, and not only the first.
     reported: list[str] = []
     num_examples = num_invalid = 0
     for record_place, record in numbered:

@@ -219,7 +219,7 @@ class _Cursor:
                 if not self.held_out_fraction or position(example) >= self.held_out_fraction:
                     return example
                 continue
-            # Checked one by one: nobody has read all of a stream before training.
+            # Checked one by one: a stream is not read as a whole before training.
             if self.split.config.bad_examples == "refuse":
                 raise UserError(
                     f"{place}: cannot be used for {self.split.task}: {example}; fix this example,"

@@ -189,8 +189,8 @@ def check_pair(chosen: Any, rejected: Any) -> None:
     """
     if chosen == rejected:
         raise InvalidExample("chosen and rejected are equal")
-    # DPO compares two answers to one prompt: TRL takes the shared beginning as the prompt, and the
-    # rest of each side would be scored as its answer.
+    # DPO compares two answers to one prompt: TRL takes the shared beginning as the prompt, and
+    # all that follows on each side would be scored as its answer.
     if isinstance(chosen, str) or chosen[:-1] == rejected[:-1]:
         return
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -218,7 +218,7 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
     if not isinstance(turns, dict):
         return turns
     # Names first: the dataset's keys and roles become OpenAI's. Values that are wrong are left for
-    # `check_conversation`, whose messages can then speak of one set of names.
+    # `check_conversation`, whose messages then need one set of names.
     turn = dict(turns)
     for key, other in {"role": "from", "content": "value", "weight": "weight", **keys}.items():
         if other in turn and turn.get(key) is None:

@@ -80,7 +80,7 @@ class Conversion:
     @property
     def trains_lora(self) -> bool:
         """Whether the source trains a LoRA adapter."""
-        # LLaMA-Factory trains an adapter unless told otherwise, Axolotl and TRL only if told to.
+        # LLaMA-Factory trains an adapter by default, Axolotl and TRL only if a key asks for it.
         if self.tool == "LLaMA-Factory":
             return self.flat.get("finetuning_type", "lora") == "lora"
         if self.tool == "Axolotl":

@@ -120,7 +120,7 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     """Return the commands that a user may want next, by its status and scores, and a sentence why;
     "" for none.
     """
-    # By the status, which says what is left: the next command is the one that continues.
+    # By the status, which is what is left to do: the next command is the one that continues.
     run, status = shlex.quote(str(folder)), record["status"]
     again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
     if status == "training":
@@ -277,7 +277,7 @@ def newest_run() -> RunFolder:
     if not folders:
         raise UserError(NO_RUNS.format(RUNS))
     newest = max(folders, key=lambda folder: (folder.path / "run.json").stat().st_mtime_ns)
-    # Said, since a person who has two terminals open may have meant another one.
+    # Printed, since a person who has two terminals open may have meant another one.
     if len(folders) > 1:
         text = f"{newest} is the newest of {len(folders):,} runs; soren-align runs lists them"
         print_labelled(stderr_console(), "notice", text)

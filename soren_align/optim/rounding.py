@@ -30,8 +30,8 @@ def master_weights(parameter: Tensor, compensation: Tensor | None) -> Tensor:
     """
     if compensation is None:
         return parameter
-    # Integers and not a sum of two floats: the two halves are bits of one float32, and every one of
-    # them comes back (test_weights_and_compensation_are_a_float32_and_back).
+    # Integers and not a sum of two floats: the two halves are bits of one float32, and none is
+    # lost (test_weights_and_compensation_are_a_float32_and_back).
     upper = parameter.view(torch.int16).to(torch.int32) << 16
     return upper.add_(compensation).view(torch.float32)
 

@@ -54,8 +54,8 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     problems: list[dict[str, str]] = []
     notices: list[str] = []
     name, init_seed = recipe.model.name_or_path, recipe.model.init_seed
-    # Collected, not raised: whoever asks about a model wants all that would stop it, and what can
-    # be said about it all the same.
+    # Collected, not raised: whoever asks about a model wants all that would stop it, and what is
+    # known about it all the same.
     with _collected(problems, ALWAYS):
         refuse_unusable(name, init_seed)
 

@@ -37,8 +37,8 @@ class SorenPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Set the factory and its settings. Raises UserError for keys that would have no effect."""
-        # Axolotl has chosen an optimizer of its own: ours would silently replace what its YAML
-        # says.
+        # Axolotl has chosen an optimizer of its own: ours would silently replace the one of
+        # its YAML.
         if trainer.optimizer_cls_and_kwargs is not None:
             raise UserError(
                 f"optimizer: is {cfg.optimizer}, which has no effect with SorenPlugin; remove this"

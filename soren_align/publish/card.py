@@ -288,7 +288,7 @@ def public(value: Any) -> Any:
 
 
 def _without_folders(path: str) -> str:
-    # "model" alone would say nothing: of a run's model the run's name stays.
+    # Every run has a folder "model": the name of the run stays beside it.
     parts = path.rstrip("/").split("/")
     return "/".join(
         ["...", *parts[-2 if parts[-1] in ("model", "merged") and len(parts) > 2 else -1 :]]

@@ -122,8 +122,8 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     raw = _Raw(data)
     _check_model(raw)
     for at, split in splits(raw.get("data")):  # the files of each, and its part of them
-        # data.eval and data.retention may be test splits; what is trained on may be one only if the
-        # recipe says so in a key of its own.
+        # data.eval and data.retention may be test splits; what is trained on may be one only with a
+        # key of its own.
         path, name = raw.as_path((*at, "path"), split.get("path")), split.get("split", "train")
         if path is None:
             continue

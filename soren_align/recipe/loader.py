@@ -74,8 +74,8 @@ def load(
     data = source.content.get("data")
     if "--data" in values and isinstance(data, dict) and not isinstance(data.get("train"), dict):
         data["train"] = {}  # a bare path, or several splits
-    # A recipe of random weights with another model's name means that model's weights, unless a
-    # pre-training says otherwise.
+    # A recipe of random weights with another model's name means that model's weights, but for a
+    # pre-training.
     model = source.content.get("model") or {}
     if "--model" in values and source.content.get("task") != "pretrain" and "init_seed" in model:
         notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")

@@ -123,7 +123,7 @@ class Recipe(Section):
     @classmethod
     def key_elsewhere(cls, name: str) -> list[str]:
         """The keys of this name, TRL's names among them: optimizer.lr for learning_rate."""
-        # Who writes a TRL name at a wrong place is told where it stands in a recipe.
+        # The message for a TRL name at a wrong place has the place that it has in a recipe.
         key = trl.recipe_key(name)
         return [key] if key else super().key_elsewhere(name)
 

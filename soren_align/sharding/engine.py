@@ -68,7 +68,7 @@ def restore_groups_(
         return
     for tensor in optimizer.strategy.tensors:
         # A conversion to another number of ranks cuts tensors of the parameter's shape only: the
-        # moments of the rows travelled in one (`with_second_moments`), and are picked out at their
+        # moments of the rows are within one (`with_second_moments`), and are picked out at their
         # places.
         moments = optimizer.state[tensor].pop("exp_avg_sq", None)
         if kind == "rows" and moments is not None:

@@ -184,8 +184,8 @@ def row_blocks(shapes: Shapes, num_ranks: int) -> Layout:
     """
     weights = []
     for tensor, (name, shape) in enumerate(shapes.items()):
-        # torch.chunk rounds the rows per rank up: 10 rows on 4 ranks are 3, 3, 3 and 1, and 9 on 8
-        # leave three ranks with nothing (test_row_blocks_are_those_of_torch_chunk).
+        # torch.chunk rounds up: 10 rows are 3, 3, 3 and 1 on 4 ranks, and of 9 on 8 ranks three get
+        # none (test_row_blocks_are_those_of_torch_chunk).
         size = -(-shape[0] // num_ranks) * math.prod(shape[1:])
         weights.append(
             ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, 0), tensor)

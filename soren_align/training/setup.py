@@ -230,7 +230,7 @@ def _count_held_out(setup: TrainingSetup, config: Any) -> HeldOutCounts | None:
     if not evaluation:
         return None
     # TRL's own rule: held-out examples are packed as the training examples are, unless eval_packing
-    # says otherwise.
+    # is set.
     packs = getattr(config, "eval_packing", None)
     packs = getattr(config, "packing", False) if packs is None else packs
     counts, _ = _count(setup, config, setup.tokens.eval, (), packs=packs)

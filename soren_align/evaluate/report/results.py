@@ -164,6 +164,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
     places = [samples / name for name in names if name not in own]
     if results is None:
         places += [output / name for name in WRITTEN]
+        places += [samples] if samples.is_dir() and any(samples.iterdir()) else []
     if foreign := [place for place in places if os.path.lexists(place)]:
         raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
