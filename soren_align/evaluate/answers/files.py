@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...core.errors import UserError, did_you_mean, in_one_line
 from ...core.text import join_words
@@ -217,7 +217,7 @@ def _choose(answer: _Answer, columns: Columns, place: str) -> str | None:
 def _points(value: Any, metric: str, place: str) -> float:
     """Return a score in [0, 1]; raises UserError for anything else."""
     try:
-        number = float(WORDS.get(str(value).strip().lower(), value))
+        number = float(cast(Any, WORDS.get(str(value).strip().lower(), value)))
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if not isfinite(number):
