@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Tag, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Tag, ValidationError
 from ruamel.yaml import YAML
 
 from .errors import UserError, closest, did_you_mean
-from .files import local_path, read_json, write
+from .files import local_path, write
 from .shipped import MODELINE
 from .text import dotted, join_words
 from .yaml import InvalidYamlError, Key, parse_yaml
@@ -266,24 +266,6 @@ def dump(content: Any) -> str:
     yaml.width = 100
     yaml.dump(content, stream)
     return stream.getvalue()
-
-
-def read_form(file: Path, form: TypeAdapter[Any], remedy: str, max_bytes: int) -> Any:
-    """Return the content of a JSON file of a known form.
-    Raises UserError if it is missing, a link, damaged, or has another form.
-    """
-    if file.is_symlink() or not file.is_file():
-        raise UserError(f"{file}: is missing; {remedy}")
-    try:
-        content = read_json(file, max_bytes=max_bytes)
-        # Strict: a text in place of a number would fail later, in the middle of a table.
-        form.validate_python(content, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}"
-        ) from None
-    return content
 
 
 def value_at(content: Any, key: Key) -> Any:

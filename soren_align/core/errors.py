@@ -270,8 +270,8 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, kinds or (ValueError, OSError)):
             raise
-        # First whether it was the machine: a full disk while a model loads is no fault of the model,
-        # and the same command resumes.
+        # First whether it was the machine: a full disk while a model loads is no fault of the
+        # model, and the same command resumes.
         failure = machine_failure(error)
         if isinstance(failure, LostRankError):
             raise failure from error

@@ -19,6 +19,8 @@ from .errors import REMEDIES, UserError
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
+    from pydantic import TypeAdapter
+
 T = TypeVar("T")
 
 _package = Path(__file__).resolve().parent.parent
@@ -150,6 +152,29 @@ def parse_json(text: str, name: str) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:  # too many digits, too many levels
         raise UserError(f"{name}: cannot be read as JSON: {error}; {CORRECT}") from None
+
+
+def read_checked(file: Path, kind: "TypeAdapter[Any]", remedy: str, max_bytes: int) -> Any:
+    """Return the content of a JSON file of a known type.
+
+    Raises UserError if it is missing, a link, damaged, or of another type.
+    """
+    from pydantic import ValidationError
+
+    from .text import dotted
+
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    try:
+        content = read_json(file, max_bytes=max_bytes)
+        # Strict: a text in place of a number would fail later, in the middle of a table.
+        kind.validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}"
+        ) from None
+    return content
 
 
 def is_text(value: str) -> bool:

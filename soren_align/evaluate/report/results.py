@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from ...core.document import read_form
 from ...core.errors import UserError
-from ...core.files import is_component, read_json, refuse_unwritable, write
+from ...core.files import is_component, read_checked, read_json, refuse_unwritable, write
 
 NAME = "results.json"
 POINTS = "points.json"
@@ -140,7 +139,7 @@ def read_results(folder: Path) -> Results | None:
     if not os.path.lexists(file):
         return None
     remedy = "if this file is an evaluation's, remove it and evaluate again"
-    return read_form(file, _RESULTS, remedy, MAX_BYTES)
+    return read_checked(file, _RESULTS, remedy, MAX_BYTES)
 
 
 def refuse_foreign(output: Path, names: list[str]) -> None:

@@ -27,9 +27,8 @@ from pydantic import Field, TypeAdapter
 from scipy.special import stdtrit
 from typing_extensions import TypedDict
 
-from ...core.document import read_form
 from ...core.errors import UserError
-from ...core.files import file_sha256
+from ...core.files import file_sha256, read_checked
 from ..report.results import NAME as RESULTS
 from ..report.results import POINTS, read_results
 
@@ -224,7 +223,7 @@ def read_points(folder: Path) -> dict[str, Points]:
     results = read_results(folder)
     if results is None:
         raise UserError(f"{folder}: has no {RESULTS}; evaluate the run first")
-    content = read_form(file, _FILE, remedy, MAX_BYTES)
+    content = read_checked(file, _FILE, remedy, MAX_BYTES)
     # Points of another evaluation would be compared in its name: a copy that was interrupted, or
     # two commands that wrote into one folder.
     if results.get("points_sha256") not in (None, file_sha256(file)):
