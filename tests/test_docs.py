@@ -193,3 +193,33 @@ def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_pat
     monkeypatch.setattr(site, "site_page", lambda file, text: (text + "\n[a](nowhere.md)\n", []))
     with pytest.raises(SystemExit):
         site.main()
+
+
+def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores_and_the_status():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:36])
+    for part in ("docs/idea.svg", "\nsoren-align sft quickstart/sft", "docs/sft.svg", "| after DPO |", "> [!NOTE]"):
+        assert part in first_screen
+    assert re.findall(r"\nsoren-align sft (\S+)", first_screen)[0] in shipped.recipes()
+    assert any("soren_align/optim/step.py" in line for line in lines)
+
+
+def test_a_page_of_the_site_links_to_pages_of_the_site():
+    site = script("docs/make_site.py")
+    text = (
+        "[a](own-data.md#x), [b](../recipes/quickstart/README.md), [c](../research/README.md), [d](../README.md), "
+        "[`e`](../soren_align/optim/step.py), [f](https://example.org/a.md), [g](../CONTRIBUTING.md) ![h](house.svg)\n"
+        "```\n[a](../README.md)\n```\n"
+    )
+    page, pictures = site.site_page("docs/data.md", text)
+    assert page == (
+        "[a](own-data.md#x), [b](recipes/quickstart/index.md), c, [d](index.md), "
+        "`e`, [f](https://example.org/a.md), [g](contributing.md) ![h](house.svg)\n"
+        "```\n[a](../README.md)\n```\n"
+    )
+    assert pictures == ["docs/house.svg"]
+    assert site.site_page("recipes/quickstart/README.md", "[a](../../docs/data.md)")[0] == "[a](../../data.md)"
+    home, pictures = site.site_page(site.HOME, (ROOT / site.HOME).read_text(encoding="utf-8"))
+    assert pictures == ["docs/idea.svg", "docs/idea-dark.svg"]
+    assert 'src="idea-dark.svg#only-dark"' in home

@@ -1,6 +1,6 @@
 """The commands for results: `stats`, `show`, `runs`, `curves`, `merge` and `push`."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -71,7 +71,6 @@ def stats(
     from ..evaluate.answers.files import Columns
 
     columns = Columns(tuple(metric or ()), id_, score, cluster)
-    settings: dict[str, Any] = {"reference": reference, "common": common, "as_json": as_json}
     # Options without an effect are refused, not ignored: who writes one expects something of it.
     if as_json:
         refuse_options(context, ["as_markdown"], "with --json")
@@ -79,7 +78,15 @@ def stats(
         refuse_options(context, ["metric"], "with --score, which names the column")
     if not results:
         raise UserError("stats: no results; name a file or folder per model")
-    comparison.stats(results, columns, mean=average, as_markdown=as_markdown, **settings)
+    comparison.stats(
+        results,
+        columns,
+        reference=reference,
+        common=common,
+        mean=average,
+        as_json=as_json,
+        as_markdown=as_markdown,
+    )
 
 
 def show(

@@ -77,10 +77,8 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
     if has_ended(record):
         status, reason = "finished", divergence(lines)
         if record["status"] not in ("finished", "diverged"):
-            status, reason = (
-                "diverged" if record.get("diverged") else "failed",
-                record["last_error"],
-            )
+            status = "diverged" if record.get("diverged") else "failed"
+            reason = record["last_error"]
         elif sum("eval_loss" in line for line in lines) < 2 or not any(
             "loss" in line for line in lines
         ):

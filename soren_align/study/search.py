@@ -182,10 +182,8 @@ class Progress:
                     continue
                 for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
                     if earlier:
-                        low, high = (
-                            min(values.low, earlier["low"]),
-                            max(values.high, earlier["high"]),
-                        )
+                        low = min(values.low, earlier["low"])
+                        high = max(values.high, earlier["high"])
                         values = values.model_copy(update={"low": low, "high": high})
                 first = candidate.trials[0]
                 wider = beyond(values, [run.parameters[key] for run in candidate.trials], end)

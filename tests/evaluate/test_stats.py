@@ -243,7 +243,7 @@ BAD = {
     "minus.csv": (b"id,score\nq0,-1.5\n", "scores are from 0 to 1; divide the scores, or choose another --metric"),
     "twice.csv": (b"id,score\nq0,1\nq1,1\nq0,0\n", "twice.csv:4: the question q0 occurs a second time"),
     "cut.jsonl": (b'{"id": 1, "score": 1}\n{"id": 2, "sco', "cut.jsonl:2: is not JSON"),
-    "indented.json": (b'{\n "results": {\n "arc": 1}}', "indented.json:1: is not JSON"),
+    "indented.json": (b'{\n "results": {\n "arc": 1}}', "has no answers to single questions"),
     "short.csv": (b"id,score\nq0,1\nq1\n", "short.csv:3: has 1 fields, but the header has 2"),
     "latin.csv": ("id,score,text\nq0,1,é\n".encode("latin-1"), "is neither text in UTF-8"),
     "cut.parquet": (b"PAR1abc", "is no valid Parquet file"),

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -32,6 +33,7 @@ SAMPLES = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
 """Names of lm-eval's files; the group is the task."""
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".json")
 KNOWN = "lm-eval samples, CSV, JSONL or Parquet"
+CUT_OFF = "the file may have been cut off; write or download it again"
 
 
 @dataclass(frozen=True)
@@ -238,33 +240,41 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
     # By content: tools write JSON lines under many names.
     is_json = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
     reader = _parquet if start == b"PAR1" else _json if is_json else _csv
-    remedy = "the file may have been cut off; write or download it again"
     try:
         yield from reader(file)
     except UnicodeDecodeError:
         finding = "is neither text in UTF-8 nor another known format"
         raise UserError(f"{file}: {finding}; name a file of {KNOWN}") from None
     except csv.Error as error:
-        raise UserError(f"{file}: is no valid CSV: {error}; {remedy}") from None
+        raise UserError(f"{file}: is no valid CSV: {error}; {CUT_OFF}") from None
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of a JSONL file, or of an array."""
-    remedy = "the file may have been cut off; write or download it again"
-    text = file.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        try:
-            records = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: is not JSON: {error}; {remedy}") from None
-        yield from ((f"{file} record {number}", record) for number, record in enumerate(records, 1))
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield f"{file}:{number}", json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{file}:{number}: is not JSON: {error}; {remedy}") from None
+    # Line by line: samples of lm-eval hold whole prompts, of which four values stay in memory.
+    with file.open(encoding="utf-8-sig", newline="\n") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            if line.lstrip().startswith("["):
+                break
+            # Such as lm-eval's results.json: an indented document, of which a line is no record.
+            if line.strip() == "{":
+                raise UserError(
+                    f"{file}: has no answers to single questions; name a file of {KNOWN}"
+                )
+            yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
+        else:
+            return
+    records = _parsed(file.read_text(encoding="utf-8-sig"), str(file))
+    yield from ((f"{file} record {number}", record) for number, record in enumerate(records, 1))
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: is not JSON: {error}; {CUT_OFF}") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -272,13 +282,15 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        records = pq.read_table(file).to_pylist()
+        with pq.ParquetFile(file) as table:
+            batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
+            for number, record in enumerate(chain.from_iterable(batches), 1):
+                yield f"{file} record {number}", record
     except (pa.ArrowException, OSError) as error:
         reason = in_one_line(error)
         raise UserError(
             f"{file}: is no valid Parquet file: {reason}; write or copy the file again"
         ) from None
-    yield from ((f"{file} record {number}", record) for number, record in enumerate(records, 1))
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:

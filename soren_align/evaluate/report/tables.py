@@ -95,11 +95,8 @@ def markdown(results: Results, *, fold: bool = False) -> str:
         table.markdown(),
         "",
     ]
-    begin, end = (
-        (["<details><summary>Notes on these scores</summary>", ""], ["", "</details>"])
-        if fold
-        else ([], [])
-    )
+    begin = ["<details><summary>Notes on these scores</summary>", ""] if fold else []
+    end = ["", "</details>"] if fold else []
     return (
         "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end])
         + "\n"
@@ -393,10 +390,8 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     first = results["rows"][0]
     across = 1 if len(columns) <= MAX_BELOW else 2
     down = ceil(len(columns) / across)
-    title, chances = (
-        fill(short(results["title"], 160), 60),
-        [first["scores"][c].get("chance") for c in columns],
-    )
+    title = fill(short(results["title"], 160), 60)
+    chances = [first["scores"][c].get("chance") for c in columns]
     caption = f"percent, with the 95% interval of each score; line: {short(first['name'], 30)}"
     caption = fill(f"{caption}{'; dotted: answers at random' if {*chances} != {None} else ''}", 62)
     lines = title.count("\n") + caption.count("\n")

@@ -134,11 +134,8 @@ class ModelResults(ModelAnswers):
         )
         score, points, samples = score_column(task, loaded, output, model, labels)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
-        self.scores[task.column], self.points[task.column], self.samples[task.column] = (
-            score,
-            points,
-            samples,
-        )
+        self.scores[task.column], self.points[task.column] = score, points
+        self.samples[task.column] = samples
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         if labels:
             self.clusters[task.column] = labels

@@ -145,13 +145,8 @@ class RequestDispatcher(LM):
     ):
         """strict: a truncated prompt is an error."""
         super().__init__()
-        self.workers, self.tokenizer, self.settings, self.cache = (
-            workers,
-            tokenizer,
-            settings,
-            cache,
-        )
-        self.strict = strict
+        self.workers, self.tokenizer, self.settings = workers, tokenizer, settings
+        self.cache, self.strict = cache, strict
         self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
         self.num_computed = self.num_cached = self.num_truncated = 0
         self.label = ""

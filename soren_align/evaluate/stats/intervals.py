@@ -52,10 +52,8 @@ def score_points(
     if np.isin(every, (0.0, 1.0)).all():
         low, high = _wilson(value, effective, quantile if clustered else Z95)
     else:
-        low, high = (
-            max(value - quantile * stderr, min(0.0, every.min())),
-            min(value + quantile * stderr, 1.0),
-        )
+        low = max(value - quantile * stderr, min(0.0, every.min()))
+        high = min(value + quantile * stderr, 1.0)
     return {
         "value": 100 * value,
         "stderr": 100 * stderr,

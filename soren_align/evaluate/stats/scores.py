@@ -60,8 +60,7 @@ def score_column(
         score["subjects"] = {name: score_points([own[name]]) for name in names}
         if not isinstance(task.num_choices, dict):  # else this is the score
             also["mean over subjects"] = average([*score["subjects"].values()])
-    # Clipping is not linear, so that this is no mean over
-    # questions.
+    # Clipping is not linear, so that this is no mean over questions.
     if task.num_choices:
         parts = score["subjects"].values() if isinstance(task.num_choices, dict) else [score]
         also[CLIPPED] = {"value": statistics.fmean(max(part["value"], 0.0) for part in parts)}

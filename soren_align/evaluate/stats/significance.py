@@ -34,8 +34,8 @@ def compare(
     {"value", "low", "high"} in percent with a 95% interval, "p" of no difference, two-sided, and
     "p_holm", the same after Holm's correction (1979) for all comparisons: if no row differs from
     the first, the smallest p_holm of the table is below 0.05 with a probability of 5% only.
-    "num_clusters": of a column with clusters. Raises UserError if
-    two rows were evaluated with another dtype, batch size or software.
+    "num_clusters": of a column with clusters. Raises UserError if two rows were evaluated with
+    another dtype, batch size or software.
     """
     first_name, first = rows[0]
     # Refused before anything is compared: another dtype or batch size moves the last digits, and
