@@ -23,7 +23,7 @@ AdaMuon."""
 SecondMoment = Literal["none", "rows", "elements"]
 """The second moment of a map's output, which is divided by its root: NorMuon's of `rows`, AdaMuon's
 of `elements`."""
-FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
+FactorPrecision = Literal["float32", "float16", "bfloat16"]
 Precision = Literal["auto", FactorPrecision]
 """The precision of the factors of a map's matrix products, whose sums are float32."""
 

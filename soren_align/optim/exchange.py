@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spectral import num_workspace_numbers
+from ..spectral import MAPS
 from .layout import (
     LINEAR,
     MapState,
@@ -153,7 +153,8 @@ def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type:
     """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the
     maps' workspace.
     """
-    of_maps = num_workspace_numbers(*layout.map_shape(shape), device_type)
+    # Of the default map, in float32, which takes the most.
+    of_maps = MAPS["minimax"].num_workspace_numbers(*layout.map_shape(shape))
     return layout.num_matrices * of_maps + math.prod(shape)
 
 

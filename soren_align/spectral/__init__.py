@@ -17,10 +17,9 @@ if TYPE_CHECKING:
         singular_values,
         spectral_power,
     )
+    from .iterate import guarded_minimax_sigmoid, high_pass, minimax_sigmoid, newton_schulz
     from .matrices import full_precision
-    from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
     from .powers import rational_power
-    from .quintic import high_pass, newton_schulz
     from .sns import (
         guarded_soft_newton_schulz,
         released_level,
@@ -36,10 +35,9 @@ _FILES = {
         "singular_values",
         "spectral_power",
     ),
+    "iterate": ("guarded_minimax_sigmoid", "high_pass", "minimax_sigmoid", "newton_schulz"),
     "matrices": ("full_precision",),
-    "minimax": ("guarded_minimax_sigmoid", "minimax_sigmoid", "num_workspace_numbers"),
     "powers": ("rational_power",),
-    "quintic": ("high_pass", "newton_schulz"),
     "sns": (
         "guarded_soft_newton_schulz",
         "released_level",

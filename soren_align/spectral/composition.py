@@ -1,44 +1,40 @@
 """Compositions of odd polynomials: the record, its file, and its value. Needs no torch.
 
-    f(x)  ~  u_K + sum of w_k u_k + b(u),     u_0 = u = x / limit,  u_k = p_k(u_(k-1)),  0 < k < K
+    f(x)  ~  u_K + sum of w_k u_k + w_0 u,     u_0 = u = x / limit,  u_k = p_k(u_(k-1)),  0 < k < K
 
-The polynomials p_k have 3 or 5 terms: the degrees 5 and 9, which a Gram matrix can evaluate by 1
-and 2 products. The sum of the iterates and the polynomial b, of degree 5 at most, cost no product
-of two m x m matrices. `products` evaluates a composition on matrices.
-
-`python -m research.maps` fits one to a formula and writes its file, with a proved bound of the
-error. Those of Soren's maps by name are files of the same kind, in configs/compositions.
+The polynomials p_k have the degree 5: a step of `iterate`, which evaluates a composition on
+matrices. The sum of the iterates costs no product. `python -m research.maps` fits one to a formula
+and writes its file, with a proved bound of the error. Those of Soren's maps by name are files of
+the same kind, in configs/compositions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from ..core.errors import UserError
 from ..core.files import ROOT, read_json, resolve_path
+from .coefficients import TOP as TOP
+from .coefficients import Step
 
 Of = Literal["nu", "norm", "rms", "none"]
-"""The norm by which a matrix's singular values are divided to get x, see `composed`."""
-TOP = 1.005
-"""The largest u: 1, and a margin for rounding."""
+"""The norm by which a matrix's singular values are divided to get x, see
+`iterate.guarded_composition`."""
 SHIPPED = ROOT / "configs/compositions"
 REMEDY = "write the file anew by `python -m research.maps` (research/README.md)"
 
 
 class Composition(NamedTuple):
-    """Composed odd polynomials of u, each by its coefficients of u, u^3, u^5, ..."""
+    """f(u) = linear u + sum of weights times the iterates u_1, u_2, ... of quintic steps."""
 
-    steps: tuple[tuple[float, ...], ...]
-    centers: tuple[float, ...]  # of the interval of each step, in u^2
-    # of wide matrices: the Gram matrix is computed again after each of the first num_restarts steps
-    num_restarts: int
+    steps: tuple[Step, ...]
     error: float  # the value is at most this far from the target, on [resolution, TOP]
     slope: float  # the derivative at 0
-    # of u_1, ..., u_(K-1) in the result, K - 1 numbers; () for none
+    # of u_1, ..., u_(K-1) in the result, K - 1 numbers; () for none. That of u_K is 1.
     weights: tuple[float, ...] = ()
-    base: tuple[float, ...] = ()  # b: the coefficients of u, u^3, u^5 in the result; () for none
+    linear: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,19 +64,12 @@ class Composed:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in record.items()}
 
 
-def odd(coefficients: Sequence[float], u: Any) -> Any:
-    """The odd polynomial with these coefficients of u, u^3, ..., of a number, array or tensor."""
-    square, result = u * u, 0.0 * u
-    for coefficient in reversed(coefficients):
-        result = result * square + coefficient
-    return result * u
-
-
 def value(composition: Composition, u: Any) -> Any:
     """The composition at u, a number, array or tensor."""
-    total = odd(composition.base, u)
-    for step, weight in zip(composition.steps, all_weights(composition), strict=True):
-        u = odd(step, u)
+    total = composition.linear * u
+    for (a, b, c), weight in zip(composition.steps, all_weights(composition), strict=True):
+        square = u * u
+        u = ((c * square + b) * square + a) * u
         total = total + weight * u
     return total
 
@@ -99,33 +88,33 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     coefficient by hand.
     """
     steps = tuple(tuple(map(float, step)) for step in record["steps"])
-    lists = {key: tuple(map(float, record[key])) for key in ("weights", "centers", "base")}
+    weights = tuple(map(float, record["weights"]))
     largest, error = float(record["largest"]), float(record["error"])
     below = None if record["error_below"] is None else float(record["error_below"])
-    composition = Composition(
-        steps,
-        error=error * largest,
-        slope=float(record["slope"]),
-        num_restarts=int(record["num_restarts"]),
-        **lists,
-    )
     of, (resolution, limit) = record["of"], (float(record[key]) for key in ("resolution", "limit"))
     is_whole = (
-        {len(step) for step in steps} <= {3, 5}
-        and 0 < len(steps) == len(composition.centers) <= 5
-        and len(composition.weights) in (0, len(steps) - 1)
-        and len(composition.base) <= 3
-        and 0 <= composition.num_restarts < len(steps)
+        {len(step) for step in steps} == {3}
+        and len(steps) <= 8
+        and len(weights) in (0, len(steps) - 1)
         and of in ("nu", "norm", "rms", "none")
         and 0 < resolution <= 0.1
         and 0 < limit < float("inf")
+    )
+    if not is_whole:
+        raise ValueError("composition")
+    composition = Composition(
+        cast("tuple[Step, ...]", steps),
+        error=error * largest,
+        slope=float(record["slope"]),
+        weights=weights,
+        linear=float(record["linear"]),
     )
     # After the counts, the values: an edit of a coefficient by hand changes no count, but takes the
     # polynomials out of the range that the certificate states.
     points = [resolution + (1 - resolution) * i / 200 for i in range(201)]
     values = [value(composition, u) for u in points]
     margin = (error + 1e-6) * largest
-    if not is_whole or not all(isfinite(v) and -margin <= v <= largest + margin for v in values):
+    if not all(isfinite(v) and -margin <= v <= largest + margin for v in values):
         raise ValueError("composition")
     return Composed(
         str(record["formula"]), of, resolution, limit, composition, largest, error, below

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .matrices import all_finite, from_wide, in_full_precision, to_wide
+from .composition import Composed, Of, value
+from .matrices import all_finite, from_wide, in_full_precision, replace_zeros, to_wide
 
 
 @in_full_precision
@@ -37,6 +38,40 @@ def spectral_power(x: Tensor, p: float) -> Tensor:
     is 100^p times the result. Source: HTMuon, arXiv 2603.10067, p = 0.125.
     """
     return map_singular_values(x, lambda sigma: sigma.pow(p))
+
+
+@in_full_precision
+def exact_function(
+    x: Tensor, function: Callable[[Tensor], Tensor], of: Of = "nu", limit: float = 1.0
+) -> Tensor:
+    """U f(S / N) V^T of x = U S V^T, where `iterate.guarded_composition` says what N is.
+
+    x: [..., m, n], floating point; not modified. Zero on the numerical null space, as
+    `exact_sigmoid`. Beyond `limit` f has its value there.
+    """
+
+    return map_singular_values(
+        x, lambda sigma: function((sigma / unit_of(sigma, of)).clamp(max=limit))
+    )
+
+
+def composed_values(sigma: Tensor, composed: Composed) -> Tensor:
+    """f(S / N) of the singular values [..., r] of matrices, as `guarded_composition` has it."""
+    u = sigma / unit_of(sigma, composed.of) / composed.limit
+    return value(composed.composition, u.clamp(max=1.0))
+
+
+def unit_of(sigma: Tensor, of: Of) -> Tensor:
+    """N of singular values [..., r]: [..., 1], and 1 where all are 0."""
+    largest = replace_zeros(sigma.amax(dim=-1, keepdim=True))
+    share = sigma / largest  # neither its eighth power nor its square overflows
+    if of == "none":
+        return torch.ones_like(largest)
+    if of == "rms":
+        return replace_zeros(largest * share.square().mean(dim=-1, keepdim=True).sqrt())
+    return replace_zeros(
+        largest * torch.linalg.vector_norm(share, 8 if of == "nu" else 2, dim=-1, keepdim=True)
+    )
 
 
 def identity(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and a map's file are imported when a map is called.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -26,9 +26,10 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     Precision,
 )
-from . import composition
+from . import coefficients, composition
+from .coefficients import MUON as MUON_STEP
+from .coefficients import NEWTON_SCHULZ, Step
 from .composition import Composed, Of
-from .flops import composition_flops, quintic_flops
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +79,7 @@ def itself(sigma: "Tensor", **settings: Any) -> "Tensor":
 
 def pions(sigma: "Tensor", **settings: Any) -> "Tensor":
     """Pion's target, which is its polynomials themselves."""
-    return _file("quintic").high_pass(sigma.diag(), **settings).diagonal()
+    return _file("iterate").high_pass(sigma.diag(), **settings).diagonal()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,21 @@ class SpectralMap:
         return self.workspace(m, n, precision)
 
 
+def steps_flops(num_rows: int, num_columns: int, steps: Sequence[Step]) -> int:
+    """Operations of steps of `iterate`, num_rows <= num_columns: x x^T, its square, and their sum
+    times x. A square is counted whole, also where a library computes one triangle of it.
+    """
+    num_quintic = sum(step[2] != 0 for step in steps)
+    return len(steps) * 4 * num_rows**2 * num_columns + num_quintic * 2 * num_rows**3
+
+
+def steps_workspace(
+    num_rows: int, num_columns: int, precision: FactorPrecision, *, has_total: bool = False
+) -> int:
+    """The numbers (of 4 bytes) that steps of `iterate` allocate at once."""
+    return 3 * num_rows * num_columns + num_rows**2
+
+
 def seed_of(name: str, step: int) -> int:
     """The seed of a matrix's draw at a step: the same on every rank, machine and version of
     Python.
@@ -204,7 +220,7 @@ MINIMAX = SpectralMap(
         " least `resolution` times the norm of the matrix."
     ),
     source="research/studies/minimax_polynomials.py",
-    function=lambda x, **settings: _file("minimax").guarded_minimax_sigmoid(x, **settings),
+    function=lambda x, **settings: _file("iterate").guarded_minimax_sigmoid(x, **settings),
     is_finite=True,
     target=sigmoid,
     settings={
@@ -217,15 +233,15 @@ MINIMAX = SpectralMap(
             ),
         )
     },
-    precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
+    precisions=("auto", "float32", "float16", "bfloat16"),
     # A CPU emulates float16.
     auto_precision=lambda num_rows, on_gpu: (
         "float16" if on_gpu and num_rows >= NARROW_FROM else "float32"
     ),
-    flops=lambda m, n, precision, resolution: composition_flops(
-        _file("products").SIGN[resolution], m, n, precision, has_base=True
+    flops=lambda m, n, precision, resolution: steps_flops(
+        m, n, coefficients.SIGN[resolution].steps
     ),
-    workspace=lambda m, n, precision: _file("minimax").usual_workspace_numbers(m, n, precision),
+    workspace=lambda m, n, precision: steps_workspace(m, n, precision),
 )
 
 
@@ -246,7 +262,7 @@ SNS = SpectralMap(
     settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="The number of iterations.")},
     precisions=("auto", "float32", "bfloat16"),
     # x x^T and its product with x, of K steps and of 2 for the tanh
-    flops=lambda m, n, precision, steps: 4 * m * m * n * (steps + 2),
+    flops=lambda m, n, precision, steps: steps_flops(m, n, [NEWTON_SCHULZ] * (steps + 2)),
     workspace=lambda m, n, precision: m * m + 5 * m * n,
 )
 
@@ -314,7 +330,7 @@ HIGH_PASS = SpectralMap(
     doc="Pion's map: the leading singular values become 1, the others fall towards 0.",
     source="Pion, arXiv 2605.19282",
     function=lambda x, *, precision, max_norm, **settings: (
-        _file("quintic").high_pass(x, **settings),
+        _file("iterate").high_pass(x, **settings),
         0,
     ),
     is_finite=True,
@@ -331,8 +347,8 @@ HIGH_PASS = SpectralMap(
             doc="The number of steps that lower the other singular values.",
         ),
     },
-    flops=lambda m, n, precision, promotions, suppressions: quintic_flops(
-        m, n, promotions + suppressions
+    flops=lambda m, n, precision, promotions, suppressions: steps_flops(
+        m, n, [MUON_STEP] * (promotions + suppressions)
     ),
     workspace=lambda m, n, precision: 2 * m * n + 2 * m * m,
 )
@@ -343,14 +359,14 @@ MUON = SpectralMap(
     label="Muon bfloat16",
     source="kellerjordan.github.io/posts/muon",
     function=lambda x, *, ns_steps, precision, max_norm: (
-        _file("quintic").newton_schulz(x, ns_steps),
+        _file("iterate").newton_schulz(x, ns_steps),
         0,
     ),
     is_finite=True,
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
-    flops=lambda m, n, precision, ns_steps: quintic_flops(m, n, ns_steps),
+    flops=lambda m, n, precision, ns_steps: steps_flops(m, n, [MUON_STEP] * ns_steps),
     # in bfloat16: elements of half the size
     workspace=lambda m, n, precision: max(3 * m * n, 2 * m * n + 2 * m * m) // 2,
 )
@@ -360,7 +376,7 @@ HTMUON = SpectralMap(
     optimizer="htmuon",
     label="HTMuon",
     source="arXiv 2603.10067",
-    function=lambda x, *, p, precision, max_norm: (_file("powers").power(x, p, max_norm), 0),
+    function=lambda x, *, p, precision, max_norm: (_file("powers").power(x, p), 0),
     is_finite=True,
     target=power,
     settings={"p": Setting(default.HTMUON_POWER, POWER)},
@@ -396,7 +412,7 @@ def _products_of(composed: Callable[[Mapping[str, Any]], Composed | None]) -> di
 
     def flops(m: int, n: int, precision: FactorPrecision, **settings: Any) -> int | None:
         record = composed(settings)
-        return composition_flops(record.composition, m, n, precision) if record else None
+        return steps_flops(m, n, record.composition.steps) if record else None
 
     def level(m: int, n: int, **settings: Any) -> float:
         record = composed(settings)
@@ -408,9 +424,7 @@ def _products_of(composed: Callable[[Mapping[str, Any]], Composed | None]) -> di
         "auto_precision": MINIMAX.auto_precision,
         "flops": flops,
         "level": level,
-        "workspace": (
-            lambda m, n, precision: _file("composed").usual_workspace_numbers(m, n, precision)
-        ),
+        "workspace": lambda m, n, precision: steps_workspace(m, n, precision, has_total=True),
     }
 
 
@@ -439,11 +453,11 @@ def _composed(
     ) -> Output:
         # Polynomials have 0.3 to 0.8 of the operations of Muon's iteration.
         if record := composed(settings):
-            return _file("composed").guarded_composition(x, record, precision, max_norm)
-        return _file("composed").exact_function(x, partial(of_x, settings), of), 0
+            return _file("iterate").guarded_composition(x, record, precision, max_norm)
+        return _file("exact").exact_function(x, partial(of_x, settings), of), 0
 
     def target(sigma: "Tensor", **settings: Any) -> "Tensor":
-        return of_x(settings, sigma / _file("composed").unit_of(sigma, of))
+        return of_x(settings, sigma / _file("exact").unit_of(sigma, of))
 
     def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         composed(settings)  # raises UserError before the training
@@ -556,10 +570,10 @@ FILE = SpectralMap(
         " research.maps` writes. With `file`, you may leave out the key `name`."
     ),
     source="yours",
-    function=lambda x, *, precision, max_norm, **settings: _file("composed").guarded_composition(
+    function=lambda x, *, precision, max_norm, **settings: _file("iterate").guarded_composition(
         x, _content(settings), precision, max_norm
     ),
-    target=lambda sigma, **settings: _file("composed").composed_values(sigma, _content(settings)),
+    target=lambda sigma, **settings: _file("exact").composed_values(sigma, _content(settings)),
     complete=_with_content,
     settings={
         "file": Setting(

@@ -5,7 +5,6 @@ smaller dimension.
 """
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-
-from ..core.optimizer_settings import FactorPrecision
 
 
 def to_wide(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,56 +59,6 @@ def replace_zeros(norm: Tensor) -> Tensor:
     return norm.where(norm > 0, 1.0)
 
 
-# |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
-SAFE_NORMS = (1e-12, 1e6)
-
-
-def mapped_in_range(
-    x: Tensor,
-    function: Callable[[Tensor, Tensor | float, bool], tuple[Tensor, Tensor | int]],
-    precision: FactorPrecision,
-    max_norm: float | None,
-    large_from: float = math.inf,
-) -> tuple[Tensor, Tensor | int]:
-    """The map of x, and the number of guarded matrices, by a function whose products stay within
-    the range of float32.
-
-    function(wide, scale, may_be_large) maps scale * wide, [..., m, n] with m <= n in float32
-    (float64 for float64, but for narrow factors); may_be_large: whether |x|_F may be above
-    large_from. max_norm: as in `minimax_sigmoid`. Returns all NaN for a matrix that contains a NaN
-    or an infinity.
-    """
-    narrow = precision != "float32"
-    double = x.dtype == torch.float64 and not narrow
-    wide = to_wide(x, torch.float64 if double else torch.float32)
-    low, high = SAFE_NORMS
-    # A known bound spares the host read, for which a GPU would wait at every map.
-    if max_norm is not None:
-        is_safe, may_be_large = max_norm < high, not max_norm <= large_from
-    else:  # by one host read; NaN and overflow are as large matrices
-        norm = frobenius_norm(wide)
-        checks = [((norm > low) & (norm < high)).all(), (norm <= large_from).all()]
-        is_safe, is_small = torch.stack(checks).tolist()
-        may_be_large = not is_small
-    if is_safe and not narrow:
-        result, num_guarded = function(wide, 1.0, may_be_large)
-        return from_wide(result, x), num_guarded
-
-    # NaN if there is a NaN
-    largest = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)
-    finite = largest.isfinite()
-    # products alone, which carry a NaN to all entries; no pass over x is needed
-    if narrow and precision != "tf32":
-        scale = replace_zeros(largest).where(finite, torch.nan)
-        result, num_guarded = function(wide / scale, scale, may_be_large)
-        return from_wide(result, x), num_guarded
-    scale = replace_zeros(largest).where(finite, 1.0)
-    # a GPU's NaN has all bits set, of which TF32's `rounded` makes 0: hence the masks
-    with tf32_products(x.device.type, precision == "tf32"):
-        result, num_guarded = function((wide / scale).where(finite, 0.0), scale, may_be_large)
-    return from_wide(result.masked_fill_(~finite, torch.nan), x), num_guarded
-
-
 # Matrix products in full float32 and without autocast, whatever precision the process has set for
 # its model.  The maps magnify the rounding of their factors by up to 5000 (`coefficients`, slope).
 # With the 8 bits of bfloat16 that `torch.set_float32_matmul_precision("medium")` allows oneDNN on a
@@ -131,7 +78,13 @@ FULL = ("ieee", "none")  # "none": not set, which is full precision too
 _lock = threading.Lock()
 _num_inside = 0
 _saved: dict[str, str] = {}
-_sums_in_float16 = False
+_sums_in_16_bits: dict[str, bool] = {}
+SUMS = (
+    "allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
+"""Settings of cuBLAS that let products of 16-bit factors be summed in 16 bits."""
 
 
 @contextmanager
@@ -139,8 +92,7 @@ def full_precision(device_types: Iterable[str]) -> Iterator[None]:
     """A context in which float32 products are computed in full precision, without autocast on these
     devices.
 
-    Products of float16 factors are summed in float32: cuBLAS has no float32 output of sums in
-    float16.
+    Products of 16-bit factors are summed in float32.
     """
     with ExitStack() as stack:
         for device_type in device_types:
@@ -151,23 +103,6 @@ def full_precision(device_types: Iterable[str]) -> Iterator[None]:
         stack.callback(_restore)
         _pin()
         yield
-
-
-@contextmanager
-def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
-    """A context within `full_precision` in which cuBLAS rounds float32 factors to TF32, if
-    `wanted`.
-
-    The setting is the process's: no other thread may compute in full precision meanwhile.
-    """
-    if not wanted or device_type != "cuda":
-        yield
-        return
-    before, BACKENDS["cuda"].fp32_precision = BACKENDS["cuda"].fp32_precision, "tf32"
-    try:
-        yield
-    finally:
-        BACKENDS["cuda"].fp32_precision = before
 
 
 def in_full_precision(
@@ -184,7 +119,7 @@ def in_full_precision(
 
 
 def _pin() -> None:
-    global _num_inside, _sums_in_float16
+    global _num_inside
     with _lock:
         _num_inside += 1
         if _num_inside > 1:
@@ -194,8 +129,10 @@ def _pin() -> None:
                 # This API and not set_float32_matmul_precision, which would overwrite what is
                 # inherited.
                 _saved[name], backend.fp32_precision = backend.fp32_precision, "ieee"
-        if _sums_in_float16 := BACKENDS["cuda"].allow_fp16_accumulation:
-            BACKENDS["cuda"].allow_fp16_accumulation = False
+        for name in SUMS:
+            if getattr(BACKENDS["cuda"], name):
+                _sums_in_16_bits[name] = getattr(BACKENDS["cuda"], name)
+                setattr(BACKENDS["cuda"], name, False)
 
 
 def _restore() -> None:
@@ -210,5 +147,6 @@ def _restore() -> None:
             if BACKENDS[name].fp32_precision != precision:
                 BACKENDS[name].fp32_precision = precision
         _saved.clear()
-        if _sums_in_float16:
-            BACKENDS["cuda"].allow_fp16_accumulation = True
+        for name, was_allowed in _sums_in_16_bits.items():
+            setattr(BACKENDS["cuda"], name, was_allowed)
+        _sums_in_16_bits.clear()

@@ -14,17 +14,21 @@ matrix that is. research/studies/powers.py computes POWERS; tests/spectral/test_
 their errors.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .exact import spectral_power
-from .factors import add_product_, multiply
-from .flops import block_size, symmetric_share
-from .matrices import frobenius_norm, in_full_precision, mapped_in_range, replace_zeros
-from .products import Workspace, add_to_diagonal_
+from .matrices import (
+    all_finite,
+    frobenius_norm,
+    from_wide,
+    in_full_precision,
+    multiply_add,
+    replace_zeros,
+    to_wide,
+)
 
 RESOLUTION = 0.0004
 """The sigma / N from which the errors hold."""
@@ -73,31 +77,32 @@ POWERS: dict[float, Poles] = {
 
 @torch.no_grad()
 @in_full_precision
-def rational_power(x: Tensor, p: float, max_norm: float | None = None) -> Tensor:
+def rational_power(x: Tensor, p: float) -> Tensor:
     """U S^p V^T of x = U S V^T, by products and inverses of small blocks; p is one of POWERS.
 
-    x: [..., m, n], floating point; not modified. max_norm: as in `minimax_sigmoid`. Returns [...,
-    m, n] in the dtype of x. Within 1.5% for singular values from RESOLUTION N on, where N is
-    between the largest one and m^(1/4) times it; below, the output falls to 0 in proportion to
-    sigma, where `spectral_power` cuts off at eps max(m, n). Zero for zero; a matrix that contains a
-    NaN or an infinity gives all NaN.
+    x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x. Within 1.5%
+    for singular values from RESOLUTION N on, where N is between the largest one and m^(1/4) times
+    it; below, the output falls to 0 in proportion to sigma, where `spectral_power` cuts off at eps
+    max(m, n). Zero for zero; a matrix that contains a NaN or an infinity gives all NaN.
     """
     if p not in POWERS:
         raise ValueError(
             f"p: found {p!r}; write one of {', '.join(map(str, POWERS))}, or use spectral_power"
         )
-    return mapped_in_range(x, partial(_by_poles, p=p), "float32", max_norm)[0]
+    wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    finite = all_finite(wide)
+    # Entries up to 1, whose squares neither overflow nor vanish.
+    scale = torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True)
+    scale = replace_zeros(scale).where(finite, 1.0)
+    result = _by_poles((wide / scale).where(finite, 0.0), scale, p)
+    return from_wide(result.masked_fill_(~finite, torch.nan), x)
 
 
-def power(x: Tensor, p: float, max_norm: float | None = None) -> Tensor:
+def power(x: Tensor, p: float) -> Tensor:
     """`rational_power` where it is faster than the decomposition of `spectral_power` and has this
     p.
     """
-    return (
-        rational_power(x, p, max_norm)
-        if is_rational(min(x.shape[-2:]), p)
-        else spectral_power(x, p)
-    )
+    return (rational_power if is_rational(min(x.shape[-2:]), p) else spectral_power)(x, p)
 
 
 def is_rational(num_rows: int, p: float) -> bool:
@@ -105,24 +110,28 @@ def is_rational(num_rows: int, p: float) -> bool:
     return num_rows >= FROM_ROWS and p in POWERS
 
 
-def _by_poles(x: Tensor, scale: Tensor | float, may_be_large: bool, p: float) -> tuple[Tensor, int]:
-    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a
-    number.
-    """
+def _by_poles(x: Tensor, scale: Tensor, p: float) -> Tensor:
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1]."""
     # In float64: an inverse loses the square of the condition, up to 1 / shift.
     poles, double = POWERS[p], x.double()
-    gram = Workspace(double, "float32").gram(double)
+    gram = double @ double.mT
     del double
     square = replace_zeros(frobenius_norm(gram))  # N^2
     gram.div_(square)
-    total = add_to_diagonal_(torch.zeros_like(gram, dtype=x.dtype), poles.constant)
+    total = torch.zeros_like(gram, dtype=x.dtype)
+    _diagonal(total).add_(poles.constant)
     # Large shifts are inverted in float32, which takes half the time (18 and 35 ms at 1024 x 1024,
     # notes/log.md) and loses little there, see FLOAT32_FROM.
     for shift, weight in zip(poles.shifts, poles.weights, strict=True):
         shifted = gram.to(x.dtype if shift >= FLOAT32_FROM else torch.float64, copy=True)
-        total.add_(invert_(add_to_diagonal_(shifted, shift)), alpha=weight)
+        _diagonal(shifted).add_(shift)
+        total.add_(invert_(shifted), alpha=weight)
     unit = square.sqrt()
-    return total.mul_(((unit * scale) ** p / unit).to(x.dtype)) @ x, 0
+    return total.mul_(((unit * scale) ** p / unit).to(x.dtype)) @ x
+
+
+def _diagonal(a: Tensor) -> Tensor:
+    return a.diagonal(dim1=-2, dim2=-1)
 
 
 def invert_(a: Tensor) -> Tensor:
@@ -138,26 +147,13 @@ def invert_(a: Tensor) -> Tensor:
     half = rows // 2
     first, side, last = a[..., :half, :half], a[..., :half, half:], a[..., half:, half:]
     invert_(first)
-    solved = multiply(first, side)
-    _subtract_upper_(last, side.mT, solved)  # the Schur complement
+    solved = first @ side
+    last.copy_(multiply_add(last, side.mT, solved, beta=1.0, alpha=-1.0))  # the Schur complement
     invert_(last)
-    torch.neg(multiply(solved, last), out=side)
-    _subtract_upper_(first, side, solved.mT)
-    for block in _blocks(half, a.device.type):  # the blocks above the diagonal, copied below it
-        first[..., block.stop :, block] = first[..., block, block.stop :].mT
+    torch.neg(solved @ last, out=side)
+    first.copy_(multiply_add(first, side, solved.mT, beta=1.0, alpha=-1.0))
     a[..., half:, :half] = side.mT
     return a
-
-
-def _blocks(rows: int, device_type: str) -> list[slice]:
-    size = block_size(rows, device_type)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _subtract_upper_(c: Tensor, a: Tensor, b: Tensor) -> None:
-    """c - a @ b, symmetric, in c: its blocks on the diagonal and above."""
-    for rows in _blocks(c.shape[-1], c.device.type):
-        add_product_(c[..., rows, rows.start :], a[..., rows, :], b[..., rows.start :], -1.0)
 
 
 def power_flops(num_rows: int, num_columns: int, p: float) -> int | None:
@@ -166,20 +162,12 @@ def power_flops(num_rows: int, num_columns: int, p: float) -> int | None:
     """
     if not is_rational(num_rows, p):
         return None
-    thin = 2 * num_rows**2 * num_columns
-    return round(thin * (1 + symmetric_share(num_rows))) + len(POWERS[p].shifts) * _inverse_flops(
-        num_rows
-    )
+    return 4 * num_rows**2 * num_columns + len(POWERS[p].shifts) * _inverse_flops(num_rows)
 
 
 def _inverse_flops(rows: int) -> int:
     if rows <= LEAF:
         return rows**3
     first, last = rows // 2, rows - rows // 2
-    products = (
-        2
-        * first
-        * last
-        * (first * (1 + symmetric_share(first)) + last * (1 + symmetric_share(last)))
-    )
-    return _inverse_flops(first) + _inverse_flops(last) + round(products)
+    products = 4 * first * last * rows
+    return _inverse_flops(first) + _inverse_flops(last) + products

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import RELEASED_STEPS, SNS_STEPS
+from .coefficients import NEWTON_SCHULZ
+from .iterate import iterate
 from .matrices import (
     all_finite,
     frobenius_norm,
     from_wide,
     in_full_precision,
-    multiply_add,
     replace_zeros,
     to_wide,
 )
@@ -98,9 +99,7 @@ def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def cubic_iteration(y: Tensor, steps: int) -> Tensor:
     """y <- (3 I - y y^T) y / 2, `steps` times; y: wide, not modified."""
-    for _ in range(steps):
-        y = multiply_add(y, y @ y.mT, y, beta=1.5, alpha=-0.5)
-    return y
+    return iterate(y, [NEWTON_SCHULZ] * steps)[0]
 
 
 @in_full_precision

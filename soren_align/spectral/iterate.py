@@ -1,0 +1,347 @@
+"""One loop for every map by matrix products: quintic steps on the matrix itself, as Muon takes them.
+
+    A = y y^T;  y <- a y + (b A + c A^2) y          a u + b u^3 + c u^5 for every singular value u
+
+The maps are tables for it (coefficients.py): Muon one step, five times; SNS the classical cubic
+one; Soren's default seven quintics, the paper's Algorithm 1 with better numbers:
+
+    s(sigma) = (1 + tanh(sigma / 2)) / 2        y starts from x / nu and ends at U V^T, the 1;
+    O = y / 2 + t                               t, the tanh, is linear for gradients clipped to 1
+
+nu = (sum of sigma^8)^(1/8) costs nothing, since the first step has |A^2|_F at hand, and it is
+smaller than |x|_F, so that u is larger. Compositions from files are tables too, with the iterates
+and u itself in the sum (composition.py).
+
+In 16 bits every result is rounded as it is on a GPU, but for the first step, which adds a x from
+x's own 32 bits: rounding y magnifies noise by all later slopes, 6244 at the default resolution.
+A CPU has no fast float16, so that there the factors are rounded and multiplied in float32.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..core.optimizer_settings import MUON_STEPS, RESOLUTION, FactorPrecision
+from .coefficients import (
+    MUON,
+    NORM_LIMIT,
+    PROMOTION,
+    SIGN,
+    SUPPRESSION,
+    TANH,
+    TANH_LIMIT,
+    TANH_SLOPE,
+    Step,
+)
+from .composition import Composed, all_weights
+from .matrices import (
+    frobenius_norm,
+    from_wide,
+    in_full_precision,
+    multiply_add,
+    replace_zeros,
+    to_wide,
+)
+
+EPS = 1e-7
+"""The least norm that torch.optim.Muon divides by."""
+LEAST = 1e-30
+"""The least largest entry that a map divides by: below, its result falls to 0 with x."""
+BLEND = 0.19
+"""From NORM_LIMIT to so much more, tanh's line turns into its two steps: no jump, and still
+rising."""
+NUM_SQUARINGS = 8
+"""Of A^2, for the largest singular value: the 2048-norm is at most 0.5% above it, for up to 10 000
+singular values."""
+
+
+def iterate(
+    y: Tensor,
+    steps: Sequence[Step],
+    weights: Sequence[float] = (),
+    total: Tensor | None = None,
+    rounded: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """y [..., m, n], m <= n, after these steps, and `total` with the weighted iterates added.
+
+    weights: of the iterate after each step, in the total; () for none. rounded: what stands for a
+    narrower dtype's rounding of each result, where products are in another one.
+    """
+    for number, (a, b, c) in enumerate(steps):
+        gram = symmetric_product(y)
+        gram = rounded(gram) if rounded else gram
+        if c:  # else the square is for nothing
+            gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
+            gram = rounded(gram) if rounded else gram
+        y = multiply_add(y, gram, y, beta=a, alpha=1.0 if c else b)
+        y = rounded(y) if rounded else y
+        if weights and weights[number]:
+            iterate_ = y * weights[number]
+            total = iterate_ if total is None else total.add_(iterate_)
+    return y, total
+
+
+def symmetric_product(y: Tensor) -> Tensor:
+    """y y^T of [..., m, n], in the dtype of y.
+
+    By QuACK where it is installed (the extra `kernels`), for 16 bits on GPUs of capability 9 on: it
+    computes one triangle and mirrors it. Rows of 16 bytes, as its kernel needs.
+    """
+    is_aligned = y.shape[-1] % 8 == 0 == y.shape[-2] % 8
+    if y.is_cuda and y.dtype.itemsize == 2 and is_aligned:
+        kernel = _symmetric_kernel(y.device.index)
+        if kernel is not None:
+            out = y.new_empty(*y.shape[:-1], y.shape[-2])
+            kernel(y, y.mT, out=out)
+            return out
+    return y @ y.mT
+
+
+@functools.cache
+def _symmetric_kernel(device: int) -> Any:
+    """QuACK's symmetric product, or None."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return None
+    try:
+        from quack.gemm_interface import gemm_symmetric  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return gemm_symmetric
+
+
+class Start(NamedTuple):
+    """A matrix scaled into the range of its products, and those of the first step."""
+
+    x: Tensor
+    scale: Tensor
+    """[..., 1, 1]: y is x / scale, whose largest entry is 1."""
+    y: Tensor
+    gram: Tensor
+    """A = y y^T, in the factors' dtype."""
+    square: Tensor
+    """A^2, in the dtype of x."""
+    nu: Tensor
+    """(sum of sigma^8)^(1/8) of y, [..., 1, 1]: at least 1, and at least the largest one."""
+    rounded: Callable[[Tensor], Tensor] | None
+    """As `iterate` has it."""
+
+    @classmethod
+    def of(cls, x: Tensor, precision: FactorPrecision) -> "Start":
+        """x: [..., m, n] with m <= n in float32, or float64; precision: of the factors.
+
+        A NaN or an infinity makes all products NaN, and needs no check.
+        """
+        # By the largest entry, whose products neither overflow nor vanish in float32; nor in
+        # float16, where the rows' sums of squares must stay below 65504 too.
+        scale = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True)
+        scale = torch.where(scale < LEAST, LEAST, scale) * max(1.0, sqrt(x.shape[-1] / 2**15))
+        dtype, rounded = _factors(precision, x)
+        y = torch.mul(x, 1 / scale, out=x.new_empty(x.shape, dtype=dtype))
+        gram = symmetric_product(rounded(y) if rounded else y)
+        gram = rounded(gram) if rounded else gram
+        square = _wide_product(gram, gram)
+        nu = frobenius_norm(square).sqrt().sqrt()
+        return cls(x, scale, rounded(y) if rounded else y, gram, square, replace_zeros(nu), rounded)
+
+    def step(self, step: Step, unit: Tensor) -> Tensor:
+        """The result of the first step on y / unit, for a unit [..., 1, 1]; `square` is
+        overwritten.
+        """
+        a, b, c = step
+        inner = self.square.mul_(c / unit.pow(5)).add_(self.gram * (b / unit.pow(3)))
+        start = self.x * (a / unit / self.scale)
+        y = _add_wide_product_(start, inner.to(self.y.dtype), self.y)
+        return (self.rounded or (lambda y: y.to(self.y.dtype)))(y)
+
+    def norm(self) -> Tensor:
+        """|y|_F, [..., 1, 1]."""
+        trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=self.x.dtype)
+        return replace_zeros(trace[..., None, None]).sqrt()
+
+    def largest(self) -> Tensor:
+        """The largest singular value of y or up to 0.5% more, [..., 1, 1]; products of m x m."""
+        power, log = self.square / self.nu.pow(4), self.nu.log() * 4
+        for _ in range(NUM_SQUARINGS):
+            power = power @ power
+            norm = replace_zeros(frobenius_norm(power))
+            power.div_(norm)
+            log = 2 * log + norm.log()
+        return (log / 2 ** (NUM_SQUARINGS + 2)).exp()
+
+
+def _factors(
+    precision: FactorPrecision, x: Tensor
+) -> tuple[torch.dtype, Callable[[Tensor], Tensor] | None]:
+    """The dtype of the factors of x, and how they are rounded where the dtype does not do it."""
+    if precision == "float32":
+        return x.dtype, None
+    if precision == "float16" and not (x.is_cuda or x.is_meta):
+        return torch.float32, lambda y: y.half().float()
+    return getattr(torch, precision), None
+
+
+def _has_wide_products(a: Tensor) -> bool:
+    """Whether torch multiplies 16-bit factors into float32 on this device."""
+    return a.is_meta or (a.is_cuda and torch.version.hip is None)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, or float64 for float64 factors."""
+    if a.dtype.itemsize > 2 or not _has_wide_products(a):
+        return a.to(torch.promote_types(a.dtype, torch.float32)) @ b.to(
+            torch.promote_types(b.dtype, torch.float32)
+        )
+    return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+
+
+def _add_wide_product_(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c + a @ b in c, of float32 or float64."""
+    function: Any = torch.addmm if c.ndim == 2 else torch.baddbmm
+    if a.dtype.itemsize > 2 or not _has_wide_products(a):
+        return function(c, a.to(c.dtype), b.to(c.dtype), out=c)
+    return function(c, a, b, torch.float32, out=c)
+
+
+def minimax_sigmoid(
+    x: Tensor,
+    resolution: float = RESOLUTION,
+    precision: FactorPrecision = "float32",
+    max_norm: float | None = None,
+) -> Tensor:
+    """U s(S) V^T of x = U S V^T, approximately: s is the sigmoid.
+
+    x: [..., m, n], floating point; not modified.
+    resolution: the singular value, as a share of nu (at most |x|_F), from which the result is
+    accurate: 0.0004, 0.001 or 0.01. Singular values far below it map to nearly 0.
+    precision: of the factors of every product: "float32" (float64 for float64), "float16" or
+    "bfloat16"; tests/spectral/test_precisions.py has the distances.
+    max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing
+    from the device, and the map can be compiled whole. None: it is read from x.
+    Returns [..., m, n] in the dtype of x. Within 0.75% of the sigmoid for singular values above
+    `resolution` (at 0.01: 1.5%). With a singular value above 4.6 the tanh part is evaluated at
+    sigma * 4.6 / sigma_max ("guarded"): finite, and within 0.2% of 1. Zero for zero; a matrix that
+    contains a NaN or an infinity gives all NaN.
+    """
+    return guarded_minimax_sigmoid(x, resolution, precision, max_norm)[0]
+
+
+@torch.no_grad()
+@in_full_precision
+def guarded_minimax_sigmoid(
+    x: Tensor,
+    resolution: float = RESOLUTION,
+    precision: FactorPrecision = "float32",
+    max_norm: float | None = None,
+) -> tuple[Tensor, Tensor | int]:
+    """`minimax_sigmoid`, and the number of guarded matrices: those scaled down to the domain of
+    tanh's steps.
+    """
+    if resolution not in SIGN:
+        raise ValueError(
+            f"resolution: found {resolution!r}; write one of {', '.join(map(str, SIGN))}"
+        )
+    wide = _checked(x, precision)
+    norm = frobenius_norm(wide) if max_norm is None or max_norm > NORM_LIMIT else None
+    # By the host, so that a step of clipped gradients has no products for the tanh.
+    is_linear = norm is None or (max_norm is None and bool((norm <= NORM_LIMIT).all()))
+    start = Start.of(wide, precision)
+    largest = None if is_linear else start.largest()
+    first, *others = SIGN[resolution].steps
+    y, _ = iterate(start.step(first, start.nu), others, rounded=start.rounded)
+    if norm is None or largest is None:
+        return from_wide((wide * TANH_SLOPE).add_(y, alpha=0.5), x), 0
+
+    # Per matrix, and never per batch: a matrix may lie beside others on another number of ranks.
+    share = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
+    limit = TANH_LIMIT / largest / start.scale
+    t = (wide * limit.clamp(max=1.0)).to(y.dtype)
+    t, _ = iterate(start.rounded(t) if start.rounded else t, TANH, rounded=start.rounded)
+    result = (wide * (TANH_SLOPE * (1 - share))).addcmul_(t, share / 2).add_(y, alpha=0.5)
+    return from_wide(result, x), (limit < 1).sum()
+
+
+@torch.no_grad()
+@in_full_precision
+def guarded_composition(
+    x: Tensor,
+    composed: Composed,
+    precision: FactorPrecision = "float32",
+    max_norm: float | None = None,
+) -> tuple[Tensor, Tensor | int]:
+    """U f(S / N) V^T of x = U S V^T within the composition's certificate, and the number of guarded
+    matrices.
+
+    N is nu, (sum of sigma^8)^(1/8), for `of: nu`, which is between the largest singular value and
+    2.4 times it (for 1000 equal ones); |x|_F for `norm`; the root mean square of the singular
+    values for `rms`; and 1 for `none`. With the last two f is matched up to `limit`: a matrix with
+    a larger singular value is scaled down to it ("guarded").
+    x: [..., m, n], floating point; not modified. precision, max_norm: as in `minimax_sigmoid`.
+    Returns [..., m, n] in the dtype of x. Zero for zero. A matrix that contains a NaN or an
+    infinity gives all NaN.
+    """
+    wide, composition = _checked(x, precision), composed.composition
+    start = Start.of(wide, precision)
+    unit, num_guarded = start.nu, 0
+    if composed.of == "norm":
+        unit = start.norm()
+    elif composed.of != "nu":
+        unit = composed.limit / start.scale
+        if composed.of == "rms":
+            unit = composed.limit * start.norm() / sqrt(wide.shape[-2])
+        if composed.of == "rms" or max_norm is None or max_norm > composed.limit:
+            largest = start.largest()
+            num_guarded = (largest > unit * (1 + 1e-6)).sum()
+            unit = torch.maximum(largest, unit)
+    first, *others = composition.steps
+    weights = all_weights(composition)
+    y = start.step(first, unit)
+    total = wide * (composition.linear / unit / start.scale)
+    if weights[0]:
+        total.add_(y, alpha=weights[0])
+    _, total = iterate(y, others, weights[1:], total, start.rounded)
+    return from_wide(total if total is not None else y, x), num_guarded
+
+
+@in_full_precision
+def newton_schulz(x: Tensor, steps: int = MUON_STEPS) -> Tensor:
+    """U S' V^T of x = U S V^T, with S' between about 0.7 and 1.2 where sigma is above 1% of |x|_F.
+
+    x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x. Computed in
+    bfloat16 with the bits of torch.optim.Muon; a float64 input is computed in float64. Below |x|_F
+    = 1e-7 the result shrinks with x, down to zero for zero. Above 1.8e19 float32's sum of squares
+    overflows and the result is zero, as in torch. NaN or an infinity gives all NaN.
+    """
+    y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
+    # with torch.optim.Muon's bits
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    return from_wide(iterate(y, [MUON] * steps)[0], x)
+
+
+@in_full_precision
+def high_pass(x: Tensor, promotions: int = 3, suppressions: int = 2) -> Tensor:
+    """U f(S / |x|_F) V^T of x = U S V^T: f is `promotions` steps of PROMOTION, then `suppressions`
+    of SUPPRESSION.
+
+    x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x, with
+    singular values in [0, 1]: near 1 for the leading ones, near 0 for the others, and for all of
+    them where no mode leads. Computed in float32, or float64 for a float64 input. Zero for zero; a
+    matrix that contains a NaN or an infinity gives all NaN. Source: Pion, arXiv 2605.19282, with
+    five steps in all; how many of them promote was not in what we could read, and is our choice.
+    """
+    y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    y = y / replace_zeros(frobenius_norm(y))
+    return from_wide(iterate(y, [PROMOTION] * promotions + [SUPPRESSION] * suppressions)[0], x)
+
+
+def _checked(x: Tensor, precision: FactorPrecision) -> Tensor:
+    """x as `to_wide` has it, in float32, or float64 for float64 factors."""
+    if precision not in (choices := get_args(FactorPrecision)):
+        raise ValueError(
+            f"precision: found {precision!r}; write one of {', '.join(map(repr, choices))}"
+        )
+    is_double = x.dtype == torch.float64 and precision == "float32"
+    return to_wide(x, torch.float64 if is_double else torch.float32)
