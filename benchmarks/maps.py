@@ -1,10 +1,9 @@
 """`python -m benchmarks maps`: time, FLOPs and errors of every map on every shape.
 
 FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and
-additions, 2 m^2 n, for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. Symmetric products are
-computed, and counted, in blocks on one side of the diagonal only. Decompositions are not counted.
-test_counted_flops_are_those_that_torch_sees compares the records of `spectral.maps` with torch's
-counter.
+additions, 2 m^2 n, for x x^T as for (m x m) x; 2 m^3 for two m x m matrices, symmetric ones too.
+Decompositions are not counted. test_counted_flops_are_those_that_torch_sees compares the records of
+`spectral.maps` with torch's counter.
 """
 
 from collections.abc import Callable
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from soren_align.core.errors import UserError
 from soren_align.core.optimizer_settings import MUON_STEPS, FactorPrecision
-from soren_align.spectral import MAPS, SOREN_MAPS, SpectralMap, minimax_sigmoid, newton_schulz
-from soren_align.spectral.maps import MINIMAX, polar, sigmoid
-from soren_align.spectral.matrices import frobenius_norm, from_wide, to_wide
-from soren_align.spectral.quintic import EPS, A, B, C, quintic_step
+from soren_align.spectral import MAPS, SOREN_MAPS, SpectralMap, newton_schulz
+from soren_align.spectral.coefficients import MUON as MUON_STEP
+from soren_align.spectral.iterate import EPS, iterate
+from soren_align.spectral.maps import polar, sigmoid
+from soren_align.spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
 
 from .shapes import Matrices, Shape
 from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
@@ -196,18 +196,10 @@ def benchmarked_maps(device: torch.device) -> list[BenchmarkedMap]:
             continue
         for settings in spectral_map.variants():
             entries.append(entry(spectral_map, settings, "float32"))
-            # on a CPU narrow factors are emulated
-            if device.type == "cuda" and settings == spectral_map.defaults:
-                narrow: list[FactorPrecision] = [
-                    p for p in ("float16", "tf32") if p in spectral_map.precisions
-                ]
-                entries += [entry(spectral_map, settings, precision) for precision in narrow]
-        if spectral_map is MINIMAX:
-            entries.append(
-                BenchmarkedMap(
-                    "minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"
-                )
-            )
+            # a CPU emulates float16
+            narrow: FactorPrecision = "float16" if device.type == "cuda" else "bfloat16"
+            if narrow in spectral_map.precisions and settings == spectral_map.defaults:
+                entries.append(entry(spectral_map, settings, narrow))
     return [
         *entries,
         BenchmarkedMap(MUON, newton_schulz, "bfloat16", MAPS["muon"], polar),
@@ -220,8 +212,10 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
     """Muon's five steps as in `newton_schulz`, iterated in float32."""
     y = to_wide(x, torch.float32)
     y = y / frobenius_norm(y).clamp(min=EPS)
-    for _ in range(MUON_STEPS):
-        y = quintic_step(y, A, B, C)
+    for _ in range(MUON_STEPS):  # written out: `iterate` saves a copy in float32
+        gram = y @ y.mT
+        a, b, c = MUON_STEP
+        y = multiply_add(y, multiply_add(gram, gram, gram, beta=b, alpha=c), y, beta=a, alpha=1.0)
     return from_wide(y, x)
 
 
@@ -244,9 +238,7 @@ def scheduled_quintic(x: Tensor) -> Tensor:
     """
     y = to_wide(x, torch.bfloat16)
     y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + EPS)
-    for a, b, c in SCHEDULE:
-        y = quintic_step(y, a, b, c)
-    return from_wide(y, x)
+    return from_wide(iterate(y, SCHEDULE)[0], x)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The cheapest composition of odd polynomials for a formula, with a certificate, or a refusal with
+"""The cheapest composition of quintic steps for a formula, with a certificate, or a refusal with
 what is reachable.
 
-`compose` tries more and more products, until the proved bound of the error (`bound`) is
+`compose` tries more and more steps, until the proved bound of the error (`bound`) is
 within the error that is asked for. The work is bounded: some seconds for a formula that nothing
 matches.
 """
@@ -18,22 +18,20 @@ import numpy as np
 
 from soren_align.core.errors import UserError
 from soren_align.core.optimizer_settings import MUON_STEPS
-from soren_align.spectral.composition import TOP, Composed, Composition, Of, value
-from soren_align.spectral.flops import POLYNOMIAL_PRODUCTS, composition_flops, quintic_flops
+from soren_align.spectral.coefficients import MUON
+from soren_align.spectral.composition import TOP, Composed, Composition, Of
+from soren_align.spectral.maps import steps_flops
 
 from . import intervals
-from .bound import largest_error
+from .bound import Array, largest_error
 from .fitting import as_composition, fit, grid
 from .formula import Formula, parse
 from .intervals import Jet
 
-NUM_TERMS = ((3,), (5,), (5, 3), (5, 5), (3, 3, 3), (5, 5, 5), (5, 5, 5, 5), (5, 5, 5, 5, 5))
-"""The numbers of terms of the polynomials that are tried, from the cheapest on."""
+MOST_STEPS = 8
+"""`composition.from_dict` reads no more."""
 SHAPES = ((512, 512), (512, 1376), (2048, 2048), (256, 2048), (2048, 11008))
 """Of FLOPs over Muon's, a geometric mean: matrices of llama-60m and qwen2.5-3b (benchmarks.shapes)."""
-JUMP = 0.05
-"""Of the largest |f|: a formula with more at `resolution` gets a base of degree 5, at a product
-more near squares."""
 NUM_SAMPLES = 4001
 USELESS = 0.3
 """An error from which on a composition is not offered."""
@@ -60,19 +58,12 @@ class Target:
         return self.formula(x)
 
 
-def num_products(composition: Composition) -> int:
-    """Matrix products for a matrix that is far from square."""
-    steps, restarts = composition.steps, composition.num_restarts
-    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
-    return 2 + 3 * restarts + num_square + 3 * (len(steps) - 1 - restarts)
-
-
 def over_muon(flops: Callable[[int, int], int]) -> float:
     """A map's operations over those of Muon's five steps, the geometric mean over SHAPES.
     flops: of m <= n.
     """
     return geometric_mean(
-        flops(m, n) / quintic_flops(m, n, MUON_STEPS) for m, n in map(sorted, SHAPES)
+        flops(m, n) / steps_flops(m, n, [MUON] * MUON_STEPS) for m, n in map(sorted, SHAPES)
     )
 
 
@@ -99,7 +90,7 @@ def refuse_unsuitable(target: Target) -> None:
     domain = f"on [{resolution * target.limit:g}, {target.limit:g}]"
     is_finite = np.isfinite(numbers)
     if is_finite.all():  # between the samples too: no composition, so the bound is that of |f|
-        bound, where = largest_error(Composition((), (), 0, 0.0, 0.0), target, resolution, 1.0)
+        bound, where = largest_error(Composition((), 0.0, 0.0), target, resolution, 1.0)
         place = None if isfinite(bound) else where
     else:
         place = u[~is_finite][0]
@@ -136,31 +127,19 @@ def compose(target: Target, error: float) -> Composed:
 
 
 def search(target: Target, error: float) -> Iterator[Composed]:
-    """Compositions of more and more products, each improved until its largest error is within
-    `error`, if it can be.
+    """Compositions of more and more steps, each improved until its largest error is within `error`,
+    if it can be.
     """
-    start = grid(target.resolution)
-    largest = float(np.abs(target(start)).max())
-    jumps = target(start[:1])[0] > JUMP * largest
-    for num_terms in NUM_TERMS:
-        points, num_base = start, 0 if len(num_terms) == 1 else 3 if jumps else 1
-        for _ in range(3):
-            parameters = fit(num_terms, num_base, target(points) / largest, points, 0.95 * error)
-            if parameters is None:
-                break
-            composition = as_composition(num_terms, parameters, largest)
-            bound, worst = largest_error(composition, target, target.resolution, TOP)
-            residuals = np.abs(value(composition, points) - target(points)).max()
-            # Where the grid has missed the largest error, it gets the point, and those beside it.
-            if not residuals <= error * largest < bound < np.inf:
-                break
-            points = np.unique(
-                np.append(
-                    points, np.clip(worst * np.array([0.999, 1.0, 1.001]), target.resolution, TOP)
-                )
-            )
+    largest = float(np.abs(target(grid(target.resolution))).max())
+    parameters: Array | None = None
+    for count in range(1, MOST_STEPS + 1):
+        parameters = fit(
+            count, lambda u: target(u) / largest, target.resolution, 0.95 * error, parameters
+        )
         if parameters is None:
             continue
+        composition = as_composition(parameters, largest)
+        bound, _ = largest_error(composition, target, target.resolution, TOP)
         below = largest_error(composition, target, 0.0, target.resolution)[0] / largest
         composition = composition._replace(error=bound)
         yield Composed(
@@ -184,14 +163,15 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
             front.append(composed)
     if not front or front[-1].error > USELESS:
         return (
-            f"formula: even {len(NUM_TERMS[-1])} composed polynomials have an error above {USELESS:g} of {name}'s "
+            f"formula: even {MOST_STEPS} steps have an error above {USELESS:g} of {name}'s "
             "largest value; write a smoother function, or a larger error"
         )
     offers = []
     for composed in front[-3:]:
-        share = over_muon(partial(composition_flops, composed.composition))
+        steps = composed.composition.steps
+        share = over_muon(partial(steps_flops, steps=steps))
         offers.append(
-            f"{composed.error:.2g} with {num_products(composed.composition)} products ({share:.2f} of Muon's FLOPs)"
+            f"{composed.error:.2g} with {len(steps)} steps ({share:.2f} of Muon's FLOPs)"
         )
     least = front[-1].error  # rounded up to two digits
     unit = 10.0 ** (math.floor(math.log10(least)) - 1)

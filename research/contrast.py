@@ -24,8 +24,7 @@ from soren_align.core.text import Table, count, number
 from soren_align.recipe import Recipe, load_resolved
 from soren_align.run.folder import RunFolder
 from soren_align.run.spectra import Spectrum, spectra_of_run
-from soren_align.spectral.composed import unit_of
-from soren_align.spectral.exact import contrast_numbers, median_of_modes
+from soren_align.spectral.exact import contrast_numbers, median_of_modes, unit_of
 from soren_align.spectral.maps import HIGH_PASS, IDENTITY, SOFT_SIGN, TANH, SpectralMap, sigmoid
 
 MIDDLE = 0.405

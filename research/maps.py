@@ -27,10 +27,10 @@ from soren_align.core.errors import UserError
 from soren_align.core.figures import LIGHT, Colors, style_axes, write_pictures
 from soren_align.core.text import number
 from soren_align.spectral.composition import Composed, value
-from soren_align.spectral.flops import composition_flops
-from soren_align.spectral.maps import FILE, MAPS, SpectralMap
+from soren_align.spectral.exact import unit_of
+from soren_align.spectral.maps import FILE, MAPS, SpectralMap, steps_flops
 
-from .compose import SHAPES, compose, num_products, over_muon, target_of
+from .compose import SHAPES, compose, over_muon, target_of
 from .formula import parse
 from .recorded import recorded_spectra
 
@@ -88,19 +88,16 @@ def recorded_error(
 
 def describe_formula(composed: Composed) -> dict[str, Any]:
     """The numbers of a fitted formula."""
-    from soren_align.spectral.composed import unit_of
-
     def target(sigma: torch.Tensor) -> torch.Tensor:
         x = sigma / unit_of(sigma, composed.of)
         return parse(composed.formula)(x.clamp(max=composed.limit))
 
     settings = settings_of(composed)
-    flops = partial(composition_flops, composed.composition)
     return {
         "formula": composed.formula,
-        "num_products": num_products(composed.composition),
+        "num_steps": len(composed.composition.steps),
         **measure(FILE, settings),
-        "flops_over_muon": over_muon(flops),
+        "flops_over_muon": over_muon(partial(steps_flops, steps=composed.composition.steps)),
         "recorded_error": recorded_error(FILE, settings, target),
         "composition": composed.as_dict(),
     }
@@ -122,12 +119,11 @@ def lines(result: dict[str, Any]) -> list[str]:
     rows = [("map", result["formula"])]
     if composition := result.get("composition"):
         start, below = composition["resolution"] * composition["limit"], composition["error_below"]
-        degrees = ", ".join(str(2 * len(step) - 1) for step in composition["steps"])
         certificate = f"{composition['error']:.2%} of the largest value, from x = {start:g} on"
         rows += [("of", composition["of"]), ("certified error", certificate)]
         falls = "not bounded" if below is None else f"{below:.2%}: the update falls to 0"
         rows += [("below", falls)]
-        rows += [("products", f"{result['num_products']}: polynomials of degree {degrees}")]
+        rows += [("steps", f"{result['num_steps']}, each a polynomial of degree 5")]
     rows.append(("FLOPs over Muon's", number(result["flops_over_muon"], ".2f")))
     rows.append(("float16", f"{number(result['float16_error'], '.2%')} from float32 (emulated)"))
     distance = number(result["recorded_error"], ".2%")
@@ -158,7 +154,7 @@ def _figure(subject: Composed | str, colors: Colors) -> Figure:
         x, ours = u * subject.limit, value(subject.composition, u)
         exact = parse(subject.formula)(x)
         error = (ours - exact) / subject.largest
-        labels = subject.formula, f"polynomials, {num_products(subject.composition)} products"
+        labels = subject.formula, f"polynomials, {len(subject.composition.steps)} steps"
         titles = "error, as a share of the largest value", "x"
         top.set_xscale("log")
         for side in (-1, 1):

@@ -142,19 +142,18 @@ def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> l
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
         # The bound is of the workspace, not of the matrices: a map of one 2048 x 2048 needs several
         # times the memory of its input, and a batch as many times more as it has matrices.
-        size = max(
-            1, int(limit * 2**20 / (num_batch_numbers(shape, layout, device.type) * dtype.itemsize))
-        )
+        size = max(1, int(limit * 2**20 / (num_batch_numbers(shape, layout) * dtype.itemsize)))
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
     return batches
 
 
-def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout, device_type: str) -> int:
+def num_batch_numbers(shape: tuple[int, int], layout: WeightLayout) -> int:
     """The numbers, in the dtype of a map's input, that a weight needs in a batch: its input and the
     maps' workspace.
     """
-    # Of the default map, in float32, which takes the most.
-    of_maps = MAPS["minimax"].num_workspace_numbers(*layout.map_shape(shape))
+    m, n = layout.map_shape(shape)
+    # Of the default map in float32; and the tanh of gradients that are not clipped.
+    of_maps = MAPS["minimax"].num_workspace_numbers(m, n) + m * n
     return layout.num_matrices * of_maps + math.prod(shape)
 
 

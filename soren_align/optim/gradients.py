@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..spectral.coefficients import NORM_LIMIT
 from .exchange import ShardingStrategy
 from .group_settings import names_of
 from .layout import local
 
 # Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F
 # below it.
-LOOSE_NORM = 1.5
+LOOSE_NORM = NORM_LIMIT
 
 
 class StepNumbers(NamedTuple):

@@ -116,12 +116,12 @@ class Soren(RegisteredMap, name="soren"):
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more
         is mapped alone. None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is
-        float16 for minimax on CUDA from 64 rows on, within 1% of float32's update on recorded
-        momenta (emulated: research/studies/optimizers.md), and float32 otherwise; or "float32",
-        "tf32", "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it,
-        as Muon is; released has float32 alone.
-    The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are
-    guarded.
+        float16 for minimax on CUDA from 64 rows on (docs/optimizers.md has the distances), and
+        float32 otherwise; or "float32", for gradients of low rank, "float16", "bfloat16". sns has
+        "bfloat16" beside float32, iterated and summed in it, as Muon is; released has float32
+        alone.
+    The map needs averaged, unscaled gradients, clipped before the step; singular values above 4.6
+    are guarded.
     Source: the paper's Algorithm 2.
     """
 

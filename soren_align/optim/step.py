@@ -220,7 +220,9 @@ def decay_and_add_(
     """
     # the parameter itself, if wide enough
     weights = master_weights(parameter, compensation).to(direction.dtype)
-    weights.mul_(1 - lr * weight_decay).add_(direction, alpha=float(-(lr * scale)))
+    if weight_decay:  # else a pass over the weights for nothing
+        weights.mul_(1 - lr * weight_decay)
+    weights.add_(direction, alpha=float(-(lr * scale)))
     store_master_weights_(parameter, compensation, weights)
 
 

@@ -204,7 +204,7 @@ def _map_workspace(plan: ExchangePlan, rank: Rank) -> int:
         batches = Counter((owner, (w.shape[0], w.shape[1]), w.layout) for owner, w in parts)
         for (_, weight_shape, layout), number in batches.items():
             shape, num_together = layout.map_shape(weight_shape), layout.num_matrices
-            upper_bound = num_batch_numbers(weight_shape, layout, device_type) * FLOAT32
+            upper_bound = num_batch_numbers(weight_shape, layout) * FLOAT32
             batch_size = max(1, min(number, int(limit * 2**20 / upper_bound)))
             precision = rank.optimizer.map_precision(min(shape), not rank.on_cpu)
             usual = spectral_map.num_workspace_numbers(*shape, precision) + shape[0] * shape[1]

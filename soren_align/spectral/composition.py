@@ -95,6 +95,7 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     is_whole = (
         {len(step) for step in steps} == {3}
         and len(steps) <= 8
+        and steps[0][1] != 0  # `iterate` divides by it
         and len(weights) in (0, len(steps) - 1)
         and of in ("nu", "norm", "rms", "none")
         and 0 < resolution <= 0.1

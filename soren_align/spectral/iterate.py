@@ -12,15 +12,16 @@ nu = (sum of sigma^8)^(1/8) costs nothing, since the first step has |A^2|_F at h
 smaller than |x|_F, so that u is larger. Compositions from files are tables too, with the iterates
 and u itself in the sum (composition.py).
 
-In 16 bits every result is rounded as it is on a GPU, but for the first step, which adds a x from
-x's own 32 bits: rounding y magnifies noise by all later slopes, 6244 at the default resolution.
-A CPU has no fast float16, so that there the factors are rounded and multiplied in float32.
+In 16 bits every result is rounded as it is on a GPU, but the first step adds a x from x's own 32
+bits: the steps magnify rounding where a matrix has next to nothing, by 6244 at the default
+resolution. (So a matrix of low rank needs float32: research/studies/optimizers.md.) A CPU has no
+fast float16: its factors are rounded, and multiplied in float32.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from math import sqrt
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -51,6 +52,9 @@ EPS = 1e-7
 """The least norm that torch.optim.Muon divides by."""
 LEAST = 1e-30
 """The least largest entry that a map divides by: below, its result falls to 0 with x."""
+LEAST_SQUARE = 1e-24
+"""nu^4 at least, as it is but for smaller entries than LEAST: nu^-5 stays within float32."""
+MOST_COLUMNS = 2**15
 BLEND = 0.19
 """From NORM_LIMIT to so much more, tanh's line turns into its two steps: no jump, and still
 rising."""
@@ -76,12 +80,17 @@ def iterate(
         gram = rounded(gram) if rounded else gram
         if c:  # else the square is for nothing
             gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        # With a on the diagonal the product needs no copy of y, a quarter of all passes. bfloat16
+        # cannot hold it there: its 8 bits let the steps diverge.
+        if c and y.dtype != torch.bfloat16:
+            gram.diagonal(dim1=-2, dim2=-1).add_(a)
+            y = (rounded(gram) if rounded else gram) @ y
+        else:
             gram = rounded(gram) if rounded else gram
-        y = multiply_add(y, gram, y, beta=a, alpha=1.0 if c else b)
+            y = multiply_add(y, gram, y, beta=a, alpha=1.0 if c else b)
         y = rounded(y) if rounded else y
         if weights and weights[number]:
-            iterate_ = y * weights[number]
-            total = iterate_ if total is None else total.add_(iterate_)
+            total = y * weights[number] if total is None else total.add_(y, alpha=weights[number])
     return y, total
 
 
@@ -113,54 +122,66 @@ def _symmetric_kernel(device: int) -> Any:
     return gemm_symmetric
 
 
-class Start(NamedTuple):
-    """A matrix scaled into the range of its products, and those of the first step."""
+class Start:
+    """A matrix scaled into the range of its products, those of the first step, and the steps.
 
-    x: Tensor
-    scale: Tensor
-    """[..., 1, 1]: y is x / scale, whose largest entry is 1."""
-    y: Tensor
-    gram: Tensor
-    """A = y y^T, in the factors' dtype."""
-    square: Tensor
-    """A^2, in the dtype of x."""
-    nu: Tensor
-    """(sum of sigma^8)^(1/8) of y, [..., 1, 1]: at least 1, and at least the largest one."""
-    rounded: Callable[[Tensor], Tensor] | None
-    """As `iterate` has it."""
+    scale: [..., 1, 1]; y is x / scale, whose largest entry is 1. square: A^2 in the dtype of x.
+    nu: (sum of sigma^8)^(1/8) of y, [..., 1, 1]: at least 1, and at least the largest one.
+    """
 
-    @classmethod
-    def of(cls, x: Tensor, precision: FactorPrecision) -> "Start":
-        """x: [..., m, n] with m <= n in float32, or float64; precision: of the factors.
+    def __init__(self, x: Tensor, precision: FactorPrecision, least: float = LEAST):
+        """x: [..., m, n] with m <= n in float32, or float64; precision: of the factors; least:
+        scale.
 
         A NaN or an infinity makes all products NaN, and needs no check.
         """
+        self.x = x
         # By the largest entry, whose products neither overflow nor vanish in float32; nor in
         # float16, where the rows' sums of squares must stay below 65504 too.
-        scale = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True)
-        scale = torch.where(scale < LEAST, LEAST, scale) * max(1.0, sqrt(x.shape[-1] / 2**15))
-        dtype, rounded = _factors(precision, x)
-        y = torch.mul(x, 1 / scale, out=x.new_empty(x.shape, dtype=dtype))
-        gram = symmetric_product(rounded(y) if rounded else y)
-        gram = rounded(gram) if rounded else gram
-        square = _wide_product(gram, gram)
-        nu = frobenius_norm(square).sqrt().sqrt()
-        return cls(x, scale, rounded(y) if rounded else y, gram, square, replace_zeros(nu), rounded)
+        largest = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True)
+        self.scale = largest.clamp(min=least)
+        if x.shape[-1] > MOST_COLUMNS:
+            self.scale = self.scale * sqrt(x.shape[-1] / MOST_COLUMNS)
+        self.dtype, self.rounded = _factors(precision, x)
+        y = torch.div(x, self.scale, out=x.new_empty(x.shape, dtype=self.dtype))
+        self.y = self.rounded(y) if self.rounded else y
+        gram = symmetric_product(self.y)
+        self.gram = self.rounded(gram) if self.rounded else gram
+        self.square = _wide_product(self.gram, self.gram)
+        self.nu = frobenius_norm(self.square).clamp(min=LEAST_SQUARE).pow(0.25)
 
-    def step(self, step: Step, unit: Tensor) -> Tensor:
-        """The result of the first step on y / unit, for a unit [..., 1, 1]; `square` is
-        overwritten.
+    def iterate(
+        self,
+        steps: Sequence[Step],
+        unit: Tensor,
+        weights: Sequence[float] = (),
+        total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `iterate`, from y / unit, for a unit [..., 1, 1] and a first b that is not 0.
+
+        Once: the products of the first step are released.
         """
-        a, b, c = step
-        inner = self.square.mul_(c / unit.pow(5)).add_(self.gram * (b / unit.pow(3)))
-        start = self.x * (a / unit / self.scale)
-        y = _add_wide_product_(start, inner.to(self.y.dtype), self.y)
-        return (self.rounded or (lambda y: y.to(self.y.dtype)))(y)
+        (a, b, c), *others = steps
+        y, gram, square = self.y, self.gram, self.square
+        del self.y, self.gram, self.square
+        # The factors of the product and of what it is added to cost no pass, and the last one is
+        # taken with the rounding: y is in units of unit^3 until then.
+        is_wide = y.dtype == square.dtype
+        inner = square if is_wide else torch.empty_like(gram)
+        torch.addcmul(gram, square, unit.pow(-2), value=c / b, out=inner)
+        start = self.x * (unit.square() / self.scale)
+        wide = _add_wide_product_(start, inner, y, beta=a, alpha=b)
+        y = torch.mul(wide, unit.pow(-3), out=wide if is_wide else y)
+        del gram, square, inner, start, wide
+        y = self.rounded(y) if self.rounded else y
+        if weights and weights[0]:
+            total = y * weights[0] if total is None else total.add_(y, alpha=weights[0])
+        return iterate(y, others, weights[1:], total, self.rounded)
 
     def norm(self) -> Tensor:
         """|y|_F, [..., 1, 1]."""
         trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=self.x.dtype)
-        return replace_zeros(trace[..., None, None]).sqrt()
+        return trace[..., None, None].clamp(min=sqrt(LEAST_SQUARE)).sqrt()
 
     def largest(self) -> Tensor:
         """The largest singular value of y or up to 0.5% more, [..., 1, 1]; products of m x m."""
@@ -186,24 +207,23 @@ def _factors(
 
 def _has_wide_products(a: Tensor) -> bool:
     """Whether torch multiplies 16-bit factors into float32 on this device."""
-    return a.is_meta or (a.is_cuda and torch.version.hip is None)
+    return a.dtype.itemsize == 2 and (a.is_meta or (a.is_cuda and torch.version.hip is None))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32, or float64 for float64 factors."""
-    if a.dtype.itemsize > 2 or not _has_wide_products(a):
-        return a.to(torch.promote_types(a.dtype, torch.float32)) @ b.to(
-            torch.promote_types(b.dtype, torch.float32)
-        )
-    return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    if _has_wide_products(a):
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    a, b = (factor.float() if factor.dtype.itemsize == 2 else factor for factor in (a, b))
+    return a @ b
 
 
-def _add_wide_product_(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c + a @ b in c, of float32 or float64."""
+def _add_wide_product_(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
+    """beta c + alpha a @ b in c, of float32 or float64."""
     function: Any = torch.addmm if c.ndim == 2 else torch.baddbmm
-    if a.dtype.itemsize > 2 or not _has_wide_products(a):
-        return function(c, a.to(c.dtype), b.to(c.dtype), out=c)
-    return function(c, a, b, torch.float32, out=c)
+    if _has_wide_products(a):
+        return function(c, a, b, torch.float32, beta=beta, alpha=alpha, out=c)
+    return function(c, a.to(c.dtype), b.to(c.dtype), beta=beta, alpha=alpha, out=c)
 
 
 def minimax_sigmoid(
@@ -222,7 +242,7 @@ def minimax_sigmoid(
     max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing
     from the device, and the map can be compiled whole. None: it is read from x.
     Returns [..., m, n] in the dtype of x. Within 0.75% of the sigmoid for singular values above
-    `resolution` (at 0.01: 1.5%). With a singular value above 4.6 the tanh part is evaluated at
+    `resolution` (at 0.01: 1.5%; in float16: 1%). With a singular value above 4.6 the tanh part is evaluated at
     sigma * 4.6 / sigma_max ("guarded"): finite, and within 0.2% of 1. Zero for zero; a matrix that
     contains a NaN or an infinity gives all NaN.
     """
@@ -248,19 +268,20 @@ def guarded_minimax_sigmoid(
     norm = frobenius_norm(wide) if max_norm is None or max_norm > NORM_LIMIT else None
     # By the host, so that a step of clipped gradients has no products for the tanh.
     is_linear = norm is None or (max_norm is None and bool((norm <= NORM_LIMIT).all()))
-    start = Start.of(wide, precision)
+    start = Start(wide, precision)
     largest = None if is_linear else start.largest()
-    first, *others = SIGN[resolution].steps
-    y, _ = iterate(start.step(first, start.nu), others, rounded=start.rounded)
+    *steps, (a, b, c) = SIGN[resolution].steps
+    steps.append((a / 2, b / 2, c / 2))  # so that the result is one addition
+    y, _ = start.iterate(steps, start.nu)
     if norm is None or largest is None:
-        return from_wide((wide * TANH_SLOPE).add_(y, alpha=0.5), x), 0
+        return from_wide(torch.add(y, wide, alpha=TANH_SLOPE), x), 0
 
     # Per matrix, and never per batch: a matrix may lie beside others on another number of ranks.
     share = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
     limit = TANH_LIMIT / largest / start.scale
     t = (wide * limit.clamp(max=1.0)).to(y.dtype)
     t, _ = iterate(start.rounded(t) if start.rounded else t, TANH, rounded=start.rounded)
-    result = (wide * (TANH_SLOPE * (1 - share))).addcmul_(t, share / 2).add_(y, alpha=0.5)
+    result = torch.addcmul(y, wide, TANH_SLOPE * (1 - share)).addcmul_(t, share / 2)
     return from_wide(result, x), (limit < 1).sum()
 
 
@@ -284,7 +305,8 @@ def guarded_composition(
     infinity gives all NaN.
     """
     wide, composition = _checked(x, precision), composed.composition
-    start = Start.of(wide, precision)
+    # Far below the limit the scale is the limit's, and u is next to nothing.
+    start = Start(wide, precision, composed.limit / 1e3 if composed.of == "none" else LEAST)
     unit, num_guarded = start.nu, 0
     if composed.of == "norm":
         unit = start.norm()
@@ -296,14 +318,9 @@ def guarded_composition(
             largest = start.largest()
             num_guarded = (largest > unit * (1 + 1e-6)).sum()
             unit = torch.maximum(largest, unit)
-    first, *others = composition.steps
-    weights = all_weights(composition)
-    y = start.step(first, unit)
     total = wide * (composition.linear / unit / start.scale)
-    if weights[0]:
-        total.add_(y, alpha=weights[0])
-    _, total = iterate(y, others, weights[1:], total, start.rounded)
-    return from_wide(total if total is not None else y, x), num_guarded
+    _, total = start.iterate(composition.steps, unit, all_weights(composition), total)
+    return from_wide(total if total is not None else wide, x), num_guarded
 
 
 @in_full_precision
@@ -316,9 +333,9 @@ def newton_schulz(x: Tensor, steps: int = MUON_STEPS) -> Tensor:
     overflows and the result is zero, as in torch. NaN or an infinity gives all NaN.
     """
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
-    # with torch.optim.Muon's bits
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    return from_wide(iterate(y, [MUON] * steps)[0], x)
+    y, _ = iterate(y, [MUON] * steps)
+    return from_wide(y, x)
 
 
 @in_full_precision
@@ -333,8 +350,8 @@ def high_pass(x: Tensor, promotions: int = 3, suppressions: int = 2) -> Tensor:
     five steps in all; how many of them promote was not in what we could read, and is our choice.
     """
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
-    y = y / replace_zeros(frobenius_norm(y))
-    return from_wide(iterate(y, [PROMOTION] * promotions + [SUPPRESSION] * suppressions)[0], x)
+    steps = [PROMOTION] * promotions + [SUPPRESSION] * suppressions
+    return from_wide(iterate(y / replace_zeros(frobenius_norm(y)), steps)[0], x)
 
 
 def _checked(x: Tensor, precision: FactorPrecision) -> Tensor:

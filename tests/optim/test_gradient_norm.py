@@ -4,8 +4,7 @@ import pytest
 import torch
 from soren_align.optim import OPTIMIZERS
 from soren_align.optim.gradients import LOOSE_NORM
-from soren_align.spectral.matrices import SAFE_NORMS
-from soren_align.spectral.products import WIDE_FROM
+from soren_align.spectral import minimax_sigmoid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NORMS = [0.5, 0.9, 40.0, 3.0, 0.1, 1.0, 1.0]  # of the gradients of each step, a spike among them
@@ -116,4 +115,8 @@ def test_a_norm_that_is_not_finite_names_the_parameter_and_changes_nothing(value
 
 
 def test_no_map_distinguishes_norms_below_the_limit():
-    assert min(WIDE_FROM[0], SAFE_NORMS[1]) > LOOSE_NORM
+    """Neither where the host knows the bound alone, nor in one path of the sigmoid and the other."""
+    x = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    x *= LOOSE_NORM / x.flatten(1).norm(dim=1).max()
+    outputs = [minimax_sigmoid(x, max_norm=norm) for norm in (None, LOOSE_NORM, 30.0)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)

@@ -6,7 +6,7 @@ from soren_align.core import optimizer_settings
 from soren_align.core.optimizer_settings import NON_NEGATIVE
 from soren_align.optim import OPTIMIZERS, Soren, SpectralOptimizer, build_optimizer
 from soren_align.optim.group_settings import number
-from soren_align.spectral import SOREN_MAPS, products
+from soren_align.spectral import SOREN_MAPS, coefficients
 from torch import nn
 
 
@@ -91,4 +91,4 @@ def test_every_spelling_of_a_map_is_stored_complete():
 
 
 def test_the_resolutions_that_can_be_set_are_those_of_the_polynomials():
-    assert tuple(products.SIGN) == optimizer_settings.RESOLUTIONS
+    assert tuple(coefficients.SIGN) == optimizer_settings.RESOLUTIONS

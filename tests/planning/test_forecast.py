@@ -44,8 +44,8 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
     cost = cost_of(SHAPES, 10, Parallel("ddp"), 2, {"workspace_mb": 0.0})
     states = 4 * (39 + 2 * 10)  # one moment of a matrix, two of the rest
     assert num_bytes(cost) == {"weights": 196, "optimizer states": states, "gradients": 196, "gradient buckets": 196}
-    # the map of 4 x 6: 7 of 4 x 4 and two of 4 x 6, and its input
-    assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (7 * 16 + 3 * 24)
+    # the map of 4 x 6: three of 4 x 6 and one of 4 x 4, and its input
+    assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (16 + 4 * 24)
     alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, {"name": "adamw"}, sizes={"has_reference": True})
     copies = dict.fromkeys(["weights", "reference model", "gradients"], 196)
     assert num_bytes(alone) == copies | {"optimizer states": 4 * 2 * 49}
@@ -175,15 +175,10 @@ def test_the_operations_are_those_of_the_named_map():
     sections = {"minimax": {}, "sns": {"map": "sns"}, "muon": {"name": "muon"}}
     counts = {name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, optimizer).flops_all_ranks
               for name, optimizer in sections.items()}  # fmt: skip
-    assert counts["minimax"] == pytest.approx(480e12, rel=0.01)
-    for resolution, flops in ((0.0004, 785e12), (0.01, 480e12)):
-        narrow = {"precision": "auto", "map": {"name": "minimax", "resolution": resolution}}
-        cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, narrow)
-        assert cost.flops_all_ranks == pytest.approx(flops, rel=0.01)
-        assert cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, narrow, on_cpu=True).flops_all_ranks < flops
+    assert counts["minimax"] == pytest.approx(7 / 5 * counts["muon"])
     few = cost_of({"few": (63, 4096)}, 0, Parallel("ddp"), 8, {"precision": "auto"})
     assert few == cost_of({"few": (63, 4096)}, 0, Parallel("ddp"), 8)
-    assert counts["minimax"] < counts["muon"] < counts["sns"]
+    assert counts["minimax"] < counts["sns"]
     decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, {"map": "exact"})
     assert decomposed.flops_all_ranks is None
     assert decomposed.max_over_mean_flops == pytest.approx(1, abs=0.01)

@@ -197,7 +197,7 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
     ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
     ("name: soren\n  map: snss",
      "optimizer.map.name: found 'snss'; write minimax, sns, .* or file; did you mean 'sns'"),
-    ("name: soren\n  precision: tf32\n  map: sns", "precision: found 'tf32'; for the map 'sns' write auto or float32"),
+    ("name: soren\n  precision: float16\n  map: sns", "precision: found 'float16'; for the map 'sns' write auto or float32"),
     ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
     ("name: htmoun\n  p: 0.5", "optimizer.name: found 'htmoun'; write soren, muon, htmuon or adamw; did you mean 'ht"),
 ])  # fmt: skip

@@ -1,14 +1,18 @@
 """A composition is within its certificate, everywhere on its domain, or is refused with what is reachable."""
 
 import time
+from itertools import pairwise
 
 import mpmath
 import numpy as np
 import pytest
 from research.bound import largest_error
-from research.compose import compose, num_products, over_muon, refuse_unsuitable, target_of
+from research.compose import MOST_STEPS, compose, over_muon, refuse_unsuitable, search, target_of
 from soren_align.core.errors import UserError
-from soren_align.spectral.composition import TOP, Composition, from_dict, value
+from soren_align.core.files import read_json
+from soren_align.spectral.composition import SHIPPED, TOP, Composition, from_dict, value
+
+from research import fitting
 
 EXAMPLES = {  # the formula, its parameters, the normalization, the limit, the error
     "soft sign": ("x / sqrt(x^2 + tau^2)", {"tau": 0.1}, "nu", 1.0, 0.005),
@@ -44,10 +48,7 @@ def precise_errors(target, composition, points):
     """|composition - target| in 40 digits."""
     with mpmath.workdps(40):
         for u in map(mpmath.mpf, points.tolist()):
-            total, square = mpmath.mpf(0), u * u
-            for coefficient in reversed(composition.base):
-                total = total * square + coefficient
-            total, x = total * u, u
+            total, x = composition.linear * u, u
             weights = [*(composition.weights or [0] * (len(composition.steps) - 1)), 1]
             for step, weight in zip(composition.steps, weights, strict=True):
                 square, result = x * x, mpmath.mpf(0)
@@ -89,6 +90,15 @@ def test_a_certificate_holds_in_40_digits(example):
     assert_certified(example, 1000)
 
 
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
+def test_the_certificate_of_a_shipped_map_is_proved_again(file):
+    record = from_dict(read_json(file))
+    target = made(record.formula, of=record.of, resolution=record.resolution, limit=record.limit)
+    for low, high, error in ((record.resolution, TOP, record.error), (0.0, record.resolution, record.error_below)):
+        bound, _ = largest_error(record.composition, target, low, high)
+        assert bound / record.largest == pytest.approx(error, rel=1e-9)
+
+
 def test_a_bound_is_proved_where_a_sample_misses_the_error():
     target = made("tanh(x / 0.1) + exp(-((x - 0.50001) / 0.00003)^2) / 10")
     plain = compose(made("tanh(x / 0.1)"), 0.005).composition
@@ -101,7 +111,7 @@ def test_a_bound_is_proved_where_a_sample_misses_the_error():
 
 def test_a_bound_of_a_wrong_composition_is_its_error():
     target = made("x")
-    bound, where = largest_error(Composition(((1.1,),), (0.5,), 0, 0.0, 1.1), target, 0.01, 1.0)
+    bound, where = largest_error(Composition(((1.1, 0.0, 0.0),), 0.0, 1.1), target, 0.01, 1.0)
     assert bound == pytest.approx(0.1, rel=0.03)
     assert bound >= 0.1
     assert where > 0.98
@@ -139,9 +149,30 @@ def test_a_refusal_states_what_is_reachable_at_which_cost_and_that_is_reached():
 
 def test_the_cheapest_composition_is_chosen_and_its_record_is_read_again():
     composed = [compose(made("tanh(x / 0.1)"), error) for error in (0.1, 0.005, 0.0005)]
-    products = [num_products(each.composition) for each in composed]
-    assert products == sorted(products)
-    assert products[0] < products[-1]
+    counts = [len(each.composition.steps) for each in composed]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] <= MOST_STEPS
     for each in composed:
         assert from_dict(each.as_dict()) == each
     assert over_muon(lambda m, n: m * m * n) < 1
+
+
+def test_a_step_more_is_never_worse():
+    errors = [composed.error for composed in search(made("min(x / 0.1, 1)"), 0.01)]
+    assert len(errors) == MOST_STEPS
+    # the bounds are within 0.5% of the errors
+    assert all(more <= 1.006 * fewer for fewer, more in pairwise(errors))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_added_step_changes_nothing_and_the_jacobian_is_the_derivative(count):
+    generator, u = np.random.default_rng(count), np.linspace(0.01, 1, 50)
+    parameters = generator.normal(size=4 * count - 1) / 3
+    expected, jacobian = fitting.values(parameters, u), fitting.jacobian(parameters, u)
+    assert fitting.num_steps(parameters) == count
+    assert value(fitting.as_composition(parameters, 1.0), u) == pytest.approx(expected, rel=1e-9)
+    assert fitting.values(fitting.longer(parameters), u) == pytest.approx(expected, rel=1e-12)
+    for place in range(len(parameters)):
+        change = 1e-6 * (np.arange(len(parameters)) == place)
+        more, less = fitting.values(parameters + change, u), fitting.values(parameters - change, u)
+        assert jacobian[:, place] == pytest.approx((more - less) / 2e-6, rel=1e-4, abs=1e-6)

@@ -26,7 +26,8 @@ def test_a_formula_becomes_a_file_that_soren_reads(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["composition"] == json.loads(file.read_text())
     assert 0 < result["composition"]["error"] <= 0.005
-    assert 0 < result["flops_over_muon"] < 0.5
+    assert result["num_steps"] == 3
+    assert result["flops_over_muon"] == pytest.approx(3 / 5)
     assert 0 < result["float16_error"] < 0.01
     assert 0 < result["recorded_error"] < 0.05
     assert picture.read_bytes()[:5] == b"\x89PNG\r"

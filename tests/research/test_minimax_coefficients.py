@@ -1,61 +1,54 @@
-"""The shipped polynomials are what research/studies/minimax_polynomials.py computes, and keep what they promise."""
+"""The shipped tables are what research/studies/minimax_polynomials.py computes, and keep what they promise."""
 
 import numpy as np
 import pytest
+from research.bound import largest_error
+from research.formula import parse
 from research.studies import minimax_polynomials as polynomials
-from soren_align.core.optimizer_settings import RESOLUTION
-from soren_align.spectral.products import SIGN, TANH, TANH_WIDE, TOP
+from soren_align.spectral.coefficients import NORM_LIMIT, SIGN, TANH, TANH_LIMIT, TANH_SLOPE, TOP
+from soren_align.spectral.composition import Composition
 
 pytestmark = pytest.mark.rest
-
-
-def odd(coefficients, x):
-    return sum(c * x ** (2 * i + 1) for i, c in enumerate(coefficients))
-
-
-def composed(resolution, u):
-    for step in SIGN[resolution].steps:
-        u = odd(step, u)
-    return u
 
 
 @pytest.mark.parametrize("resolution", SIGN)
 def test_the_sign_tables_are_what_the_script_computes(resolution):
     steps, error = polynomials.compose(resolution, polynomials.RESOLUTIONS[resolution])
     for shipped, computed in zip(SIGN[resolution].steps, steps, strict=True):
-        assert shipped == pytest.approx(computed, rel=1e-9)  # ten digits are shipped
-    assert SIGN[resolution].error == pytest.approx(error, abs=1e-5)
-
-
-@pytest.mark.parametrize("degree", [5, 9])
-def test_the_tanh_tables_are_what_the_script_computes(degree):
-    computed, _ = polynomials.best_tanh(degree, polynomials.TANH_DOMAINS[degree])
-    assert {5: TANH, 9: TANH_WIDE}[degree] == pytest.approx(computed, rel=1e-7)  # nine digits, from a linear program
+        assert shipped == pytest.approx(computed, rel=1e-8)  # nine digits are shipped
+    assert error <= SIGN[resolution].error <= 1.06 * error  # two digits, rounded up
 
 
 @pytest.mark.parametrize("resolution", SIGN)
-def test_the_sign_certificates_hold(resolution):
-    u = np.concatenate([np.geomspace(resolution, TOP, 200_001), np.linspace(resolution, TOP, 200_001)])
-    assert np.abs(composed(resolution, u) - 1).max() <= SIGN[resolution].error
-    assert composed(resolution, 1e-9) == pytest.approx(1e-9 * SIGN[resolution].slope, rel=1e-3)
-    below = composed(resolution, np.linspace(0, resolution, 10_001))
+def test_the_sign_certificates_are_proved(resolution):
+    steps, error, slope = SIGN[resolution]
+    composition = Composition(steps, error, slope)
+    assert largest_error(composition, parse("1"), resolution, TOP)[0] <= error
+    assert np.prod([step[0] for step in steps]) == pytest.approx(slope, rel=2e-4)
+    below = polynomials.values_of(steps, np.linspace(0, resolution, 10_001))
     assert (np.diff(below) > 0).all()
 
 
-@pytest.mark.parametrize(("table", "largest", "error"), [(TANH, 2.5, 0.000828), (TANH_WIDE, 4.3, 0.000562)])
-def test_the_tanh_certificates_hold(table, largest, error):
-    x = np.linspace(0, largest, 100_001)
-    values = odd(table, x)
-    assert (np.abs(values - np.tanh(x / 2)) / (1 + np.tanh(x / 2))).max() <= error
-    assert (np.diff(values) >= -1e-12).all()
+@pytest.mark.parametrize("resolution", SIGN)
+def test_a_step_less_is_far_less_accurate(resolution):
+    _, error = polynomials.compose(resolution, len(SIGN[resolution].steps) - 1)
+    assert error > 10 * SIGN[resolution].error
 
 
-@pytest.mark.parametrize("resolution", [0.01, RESOLUTION])
-def test_the_shipped_degrees_are_on_the_front(resolution):
-    num_restarts = SIGN[resolution].num_restarts
-    assert num_restarts == polynomials.NUM_RESTARTS.get(resolution, 2)
-    degrees = polynomials.RESOLUTIONS[resolution]
-    cost = polynomials.num_square_products(degrees, num_restarts)
-    error, _ = polynomials.front(resolution, num_restarts, most=cost)[cost]
-    # 1%: the order of the degrees changes the error that little, and the rounding of the products more
-    assert error <= SIGN[resolution].error <= 1.01 * error + 1e-5
+def test_the_steps_of_the_tanh_are_within_their_error_rise_and_are_as_good_as_those_of_the_script():
+    x = np.linspace(0, TANH_LIMIT, 100_001)
+    assert np.abs(polynomials.tanh_errors(TANH, x)).max() <= 1.6e-4
+    assert (np.diff(polynomials.values_of(TANH, x)) > 0).all()
+    # Many coefficients are nearly as good, so that only the error is compared.
+    steps, error = polynomials.best_tanh()
+    fitted = np.linspace(0, polynomials.TANH_FIT_LIMIT, 3001)
+    assert np.abs(polynomials.tanh_errors(TANH, fitted)).max() == pytest.approx(error, rel=0.01)
+    assert (np.diff(polynomials.values_of(steps, x)) > 0).all()
+
+
+def test_the_line_of_the_tanh_is_the_best_one():
+    slope, error = polynomials.best_tanh_slope()
+    assert pytest.approx(slope, abs=5e-5) == TANH_SLOPE
+    x = np.linspace(0, NORM_LIMIT, 100_001)
+    shipped = np.abs((0.5 + TANH_SLOPE * x) * (1 + np.exp(-x)) - 1).max()
+    assert error <= shipped <= 0.0074

@@ -9,7 +9,7 @@ from research.recorded import recorded_spectra
 from research.studies import minimax_polynomials as polynomials
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
-from soren_align.spectral.products import SIGN
+from soren_align.spectral.coefficients import SIGN
 from tests.support.spectra import matrix_of
 
 pytestmark = pytest.mark.rest

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from soren_align.spectral.composed import composed_values, exact_function, guarded_composition
 from soren_align.spectral.composition import shipped
+from soren_align.spectral.exact import composed_values, exact_function
+from soren_align.spectral.iterate import guarded_composition
 from soren_align.testing import randn
 from tests.support.spectra import matrix_of
 

@@ -20,7 +20,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 MAPS = {
     "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz,
-    "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
+    "minimax": minimax_sigmoid, "released": released_sigmoid,
     "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
     "rational_power": lambda x: rational_power(x, 0.125),
     "identity": identity, "high_pass": high_pass,

@@ -84,13 +84,11 @@ def test_a_matrix_has_the_same_output_in_a_batch():
     assert (rational_power(x, 0.25) - alone).norm() <= 1e-5 * alone.norm()
 
 
-@pytest.mark.parametrize(
-    ("scale", "max_norm"), [(1e-30, None), (1e-6, None), (1e6, None), (1e30, None), (1e-30, 1.0), (1e-6, 1.0)]
-)
-def test_the_scale_of_a_matrix_is_raised_to_the_power_too(scale, max_norm):
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+def test_the_scale_of_a_matrix_is_raised_to_the_power_too(scale):
     x = matrix_of(SPECTRA["1/i"], (320, 320))[0].float() / 2
-    expected = rational_power(x, 0.25, max_norm) * scale**0.25
-    assert (rational_power(x * scale, 0.25, max_norm) - expected).norm() <= 1e-4 * expected.norm()
+    expected = rational_power(x, 0.25) * scale**0.25
+    assert (rational_power(x * scale, 0.25) - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_the_null_space_gets_next_to_nothing():

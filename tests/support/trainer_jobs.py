@@ -22,7 +22,7 @@ from soren_align.recipe import checks
 from soren_align.run.folder import RunFolder
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
-from soren_align.spectral import newton_schulz, quintic
+from soren_align.spectral import iterate, newton_schulz
 from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
@@ -51,7 +51,7 @@ DISPLACED += ("data.retention.path=shipped:recipes/quickstart/data/chat_test.jso
 
 def without_bfloat16():
     """Let Muon iterate in float64: in its own bfloat16 a last bit of the gradient becomes 0.4% of an update."""
-    quintic.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
+    iterate.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
 
 
 SOREN, DPO = ("soren", "sft", ()), ("dpo", "dpo", ())
@@ -442,7 +442,7 @@ def run(group, job, folder):
         return tiny_run
 
     make.ranks, make.folder = current_ranks(), folder
-    with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
+    with mock.patch.object(iterate, "newton_schulz", iterate.newton_schulz):  # without_bfloat16() replaces it
         try:
             return globals()[job](make)
         finally:

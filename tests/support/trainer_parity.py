@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 from soren_align.run.folder import RunFolder, read_metrics
-from soren_align.spectral import quintic
+from soren_align.spectral import iterate
 
 from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun, spectra
@@ -144,7 +144,7 @@ def assert_same_perplexity(validations):
 
 @functools.cache
 def _ten_steps(name, task, *overrides):
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(iterate, "newton_schulz", iterate.newton_schulz):
         without_bfloat16()
         run = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides)
         trainer = run.trainer()
