@@ -32,7 +32,8 @@ def grid(low: float) -> Array:
 
 
 def _powers(u: Array) -> Array:
-    return u[:, None] ** POWERS
+    square = u * u
+    return np.stack([u, u * square, u * square * square], axis=1)
 
 
 def num_steps(parameters: Array) -> int:
@@ -70,11 +71,10 @@ def jacobian(parameters: Array, u: Array) -> Array:
     iterates, count = _iterates(parameters, u), num_steps(parameters)
     jacobians = [np.zeros((len(u), len(parameters)))]
     for number, x in enumerate(iterates[:-1]):
-        part, powers = slice(3 * number, 3 * number + 3), _powers(x)
-        # Not by @, whose rounding depends on where memory lies: fits are to be repeatable.
-        slope = (powers / x[:, None] * (POWERS * parameters[part])).sum(axis=1)
-        step = jacobians[-1] * slope[:, None]
-        step[:, part] += powers
+        part, square = slice(3 * number, 3 * number + 3), x * x
+        a, b, c = parameters[part]
+        step = jacobians[-1] * ((5 * c * square + 3 * b) * square + a)[:, None]
+        step[:, part] += _powers(x)
         jacobians.append(step)
     total = jacobians[-1]
     for number, place in enumerate(range(3 * count, len(parameters) - 1), 1):
@@ -164,15 +164,16 @@ def fit(
             starts.insert(0, longer(shorter))
             best = float(np.abs(_residuals(starts[0], u, wanted)).max()), starts[0]
         for start in starts:
+            # Not by "lm", whose results differ from run to run, and so do those that follow.
             solution = least_squares(
                 _residuals,
                 start,
-                _jacobian,
-                method="lm",
+                _jacobian,  # pyright: ignore[reportArgumentType]
+                method="trf",
                 x_scale="jac",
                 max_nfev=40,
                 args=(u[coarse], wanted[coarse]),
-            )  # pyright: ignore[reportArgumentType]
+            )
             lowered = _lowered(solution.x, u, wanted, coarse, error)
             best = min(best, lowered, key=lambda pair: pair[0])
             if best[0] <= error:

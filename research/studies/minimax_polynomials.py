@@ -163,9 +163,9 @@ def print_recorded():
         count = RESOLUTIONS.get(resolution) or next(
             k for k in range(1, MOST_STEPS + 1) if compose(resolution, k)[1] <= MOST_ERROR
         )
-        steps, error = compose(resolution, count)
+        steps, _ = compose(resolution, count)
         print_row(
-            f"{resolution:g}, {count} steps, {error:.2g}",
+            f"{resolution:g}, {count} steps",
             functools.partial(minimax_values, steps=steps),
             over_muon(functools.partial(steps_flops, steps=steps)),
         )

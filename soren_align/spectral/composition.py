@@ -87,7 +87,7 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     is wrong, or the polynomials leave the range that the certificate states, as after an edit of a
     coefficient by hand.
     """
-    steps = tuple(tuple(map(float, step)) for step in record["steps"])
+    steps = cast("tuple[Step, ...]", tuple(tuple(map(float, s)) for s in record["steps"]))
     weights = tuple(map(float, record["weights"]))
     largest, error = float(record["largest"]), float(record["error"])
     below = None if record["error_below"] is None else float(record["error_below"])
@@ -95,7 +95,7 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     is_whole = (
         {len(step) for step in steps} == {3}
         and len(steps) <= 8
-        and steps[0][1] != 0  # `iterate` divides by it
+        and all(step[1] != 0 for step in steps[:1])  # `iterate` divides by it
         and len(weights) in (0, len(steps) - 1)
         and of in ("nu", "norm", "rms", "none")
         and 0 < resolution <= 0.1
@@ -104,7 +104,7 @@ def from_dict(record: Mapping[str, Any]) -> Composed:
     if not is_whole:
         raise ValueError("composition")
     composition = Composition(
-        cast("tuple[Step, ...]", steps),
+        steps,
         error=error * largest,
         slope=float(record["slope"]),
         weights=weights,

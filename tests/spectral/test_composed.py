@@ -114,3 +114,14 @@ def test_the_host_reads_nothing_where_the_norm_is_bounded(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", None)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     assert guarded_composition(x, TANH, max_norm=1.0)[0].shape == (4, 6)
+
+
+@pytest.mark.parametrize("of", ["none", "rms"])
+def test_up_to_the_limit_nothing_is_guarded(of):
+    """Not from 0.87 of it on, as with a norm that is larger than the largest singular value."""
+    composed = replace(TANH, of=of, limit=1.0 if of == "none" else 1.02)
+    x, u, v = matrix_of(torch.full((400,), 0.99), (400, 500))
+    output, num_guarded = guarded_composition(x, composed)
+    assert int(num_guarded) == 0
+    assert (output - u @ v.mT).norm() <= composed.error * 20 + 1e-9
+    assert int(guarded_composition(1.1 * x, replace(TANH, of="none", limit=1.0))[1]) == 1
