@@ -79,7 +79,7 @@ def iterate(
         gram = symmetric_product(y)
         gram = rounded(gram) if rounded else gram
         if c:  # else the square is for nothing
-            gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
+            gram = symmetric_product(gram, gram, beta=b, alpha=c)
         # With a on the diagonal the product needs no copy of y, a quarter of all passes. bfloat16
         # cannot hold it there: its 8 bits let the steps diverge.
         if c and y.dtype != torch.bfloat16:
@@ -94,25 +94,29 @@ def iterate(
     return y, total
 
 
-def symmetric_product(y: Tensor) -> Tensor:
-    """y y^T of [..., m, n], in the dtype of y.
+def symmetric_product(
+    y: Tensor, add: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """alpha y y^T of [..., m, n], in the dtype of y; or beta add + alpha y^2 for a symmetric y."""
+    kernel = _symmetric_kernel(y)
+    if kernel is not None:
+        out = y.new_empty(*y.shape[:-1], y.shape[-2])
+        kernel(y, y.mT, C=add, out=out, alpha=alpha, beta=beta)
+        return out
+    return y @ y.mT if add is None else multiply_add(add, y, y, beta=beta, alpha=alpha)
 
-    By QuACK where it is installed (the extra `kernels`), for 16 bits on GPUs of capability 9 on: it
-    computes one triangle and mirrors it. Rows of 16 bytes, as its kernel needs.
+
+def _symmetric_kernel(y: Tensor) -> Any:
+    """QuACK's symmetric product, which computes one triangle and mirrors it, where it is installed
+    (the extra `kernels`) and serves: 16 bits, rows of 16 bytes, capability 9 on. Else None.
     """
     is_aligned = y.shape[-1] % 8 == 0 == y.shape[-2] % 8
-    if y.is_cuda and y.dtype.itemsize == 2 and is_aligned:
-        kernel = _symmetric_kernel(y.device.index)
-        if kernel is not None:
-            out = y.new_empty(*y.shape[:-1], y.shape[-2])
-            kernel(y, y.mT, out=out)
-            return out
-    return y @ y.mT
+    serves = y.is_cuda and y.dtype.itemsize == 2 and is_aligned and y.is_contiguous()
+    return _quack(y.device.index) if serves else None
 
 
 @functools.cache
-def _symmetric_kernel(device: int) -> Any:
-    """QuACK's symmetric product, or None."""
+def _quack(device: int) -> Any:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return None
     try:

@@ -83,3 +83,27 @@ def test_seven_steps_launch_and_move_what_muons_five_do_and_little_more(count, s
     assert ours.products + ours.on_matrices <= 30
     assert ours.launches <= 43  # with those of single numbers and of diagonals
     assert ours.bytes <= 1.21 * muons.bytes
+
+
+def test_a_library_of_symmetric_products_takes_all_but_those_with_x(monkeypatch):
+    """As QuACK's gemm_symmetric, with its keywords; and the result stays."""
+    shapes = []
+
+    def kernel(a, b, C=None, out=None, *, alpha, beta):
+        shapes.append((tuple(a.shape), C is None))
+        product = alpha * (a.double() @ b.double())
+        out.copy_(product if C is None else beta * C.double() + product)
+
+    x = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0)) / 100
+    expected = iterate.minimax_sigmoid(x), newton_schulz(x.double())
+    monkeypatch.setattr(iterate, "_symmetric_kernel", lambda y: kernel)
+    found = iterate.minimax_sigmoid(x), newton_schulz(x.double())
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm()
+    # seven Gram matrices and six squares (the first one's norm is needed); five and five
+    assert shapes.count(((3, 16, 24), True)) == 12
+    assert shapes.count(((3, 16, 16), False)) == 11
+
+
+def test_no_kernel_is_asked_for_on_a_cpu():
+    assert iterate._symmetric_kernel(torch.zeros(16, 16, dtype=torch.float16)) is None
