@@ -63,32 +63,36 @@ NUM_SQUARINGS = 8
 singular values."""
 
 
+def same(y: Tensor) -> Tensor:
+    """y: its dtype has rounded it."""
+    return y
+
+
 def iterate(
     y: Tensor,
     steps: Sequence[Step],
     weights: Sequence[float] = (),
     total: Tensor | None = None,
-    rounded: Callable[[Tensor], Tensor] | None = None,
+    rounded: Callable[[Tensor], Tensor] = same,
 ) -> tuple[Tensor, Tensor | None]:
     """y [..., m, n], m <= n, after these steps, and `total` with the weighted iterates added.
 
-    weights: of the iterate after each step, in the total; () for none. rounded: what stands for a
-    narrower dtype's rounding of each result, where products are in another one.
+    weights: of the iterate after each step, in the total; () for none. rounded: stands for a
+    narrower dtype's rounding of each result.
     """
     for number, (a, b, c) in enumerate(steps):
-        gram = symmetric_product(y)
-        gram = rounded(gram) if rounded else gram
-        if c:  # else the square is for nothing
+        gram = rounded(symmetric_product(y))
+        if c == 0:  # then A^2 is for nothing
+            y = rounded(multiply_add(y, gram, y, beta=a, alpha=b))
+        elif y.dtype == torch.bfloat16:
             gram = symmetric_product(gram, gram, beta=b, alpha=c)
-        # With a on the diagonal the product needs no copy of y, a quarter of all passes. bfloat16
-        # cannot hold it there: its 8 bits let the steps diverge.
-        if c and y.dtype != torch.bfloat16:
-            gram.diagonal(dim1=-2, dim2=-1).add_(a)
-            y = (rounded(gram) if rounded else gram) @ y
+            y = multiply_add(y, gram, y, beta=a, alpha=1.0)
         else:
-            gram = rounded(gram) if rounded else gram
-            y = multiply_add(y, gram, y, beta=a, alpha=1.0 if c else b)
-        y = rounded(y) if rounded else y
+            # a on the diagonal saves a copy of y, a quarter of all passes. bfloat16 cannot hold it
+            # there: its 8 bits let the steps diverge.
+            gram = rounded(symmetric_product(gram, gram, beta=b, alpha=c))
+            gram.diagonal(dim1=-2, dim2=-1).add_(a)
+            y = rounded(rounded(gram) @ y)
         if weights and weights[number]:
             total = y * weights[number] if total is None else total.add_(y, alpha=weights[number])
     return y, total
@@ -146,11 +150,10 @@ class Start:
         self.scale = largest.clamp(min=least)
         if x.shape[-1] > MOST_COLUMNS:
             self.scale = self.scale * sqrt(x.shape[-1] / MOST_COLUMNS)
-        self.dtype, self.rounded = _factors(precision, x)
-        y = torch.div(x, self.scale, out=x.new_empty(x.shape, dtype=self.dtype))
-        self.y = self.rounded(y) if self.rounded else y
-        gram = symmetric_product(self.y)
-        self.gram = self.rounded(gram) if self.rounded else gram
+        dtype, self.rounded = _factors(precision, x)
+        y = torch.div(x, self.scale, out=x.new_empty(x.shape, dtype=dtype))
+        self.y = self.rounded(y)
+        self.gram = self.rounded(symmetric_product(self.y))
         self.square = _wide_product(self.gram, self.gram)
         self.nu = frobenius_norm(self.square).clamp(min=LEAST_SQUARE).pow(0.25)
 
@@ -172,12 +175,11 @@ class Start:
         # taken with the rounding: y is in units of unit^3 until then.
         is_wide = y.dtype == square.dtype
         inner = square if is_wide else torch.empty_like(gram)
-        torch.addcmul(gram, square, unit.pow(-2), value=c / b, out=inner)
+        inner = self.rounded(torch.addcmul(gram, square, unit.pow(-2), value=c / b, out=inner))
         start = self.x * (unit.square() / self.scale)
         wide = _add_wide_product_(start, inner, y, beta=a, alpha=b)
-        y = torch.mul(wide, unit.pow(-3), out=wide if is_wide else y)
+        y = self.rounded(torch.mul(wide, unit.pow(-3), out=wide if is_wide else y))
         del gram, square, inner, start, wide
-        y = self.rounded(y) if self.rounded else y
         if weights and weights[0]:
             total = y * weights[0] if total is None else total.add_(y, alpha=weights[0])
         return iterate(y, others, weights[1:], total, self.rounded)
@@ -200,13 +202,13 @@ class Start:
 
 def _factors(
     precision: FactorPrecision, x: Tensor
-) -> tuple[torch.dtype, Callable[[Tensor], Tensor] | None]:
+) -> tuple[torch.dtype, Callable[[Tensor], Tensor]]:
     """The dtype of the factors of x, and how they are rounded where the dtype does not do it."""
     if precision == "float32":
-        return x.dtype, None
+        return x.dtype, same
     if precision == "float16" and not (x.is_cuda or x.is_meta):
         return torch.float32, lambda y: y.half().float()
-    return getattr(torch, precision), None
+    return getattr(torch, precision), same
 
 
 def _has_wide_products(a: Tensor) -> bool:
@@ -284,7 +286,7 @@ def guarded_minimax_sigmoid(
     share = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
     limit = TANH_LIMIT / largest / start.scale
     t = (wide * limit.clamp(max=1.0)).to(y.dtype)
-    t, _ = iterate(start.rounded(t) if start.rounded else t, TANH, rounded=start.rounded)
+    t, _ = iterate(start.rounded(t), TANH, rounded=start.rounded)
     result = torch.addcmul(y, wide, TANH_SLOPE * (1 - share)).addcmul_(t, share / 2)
     return from_wide(result, x), (limit < 1).sum()
 
