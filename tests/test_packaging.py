@@ -18,6 +18,10 @@ HOSTS = {"axolotl", "swift"}
 """Modules of the tools that a plug-in is for: the user has them, with versions of their own."""
 
 
+ABSENT = {"quack": "quack-kernels"}
+"""Distributions of modules that need a GPU."""
+
+
 def distribution(requirement):
     """The normalized name in a requirement: 'lm-eval>=0.4' -> 'lm-eval'."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
@@ -46,7 +50,7 @@ def undeclared(files):
     """'module (file)' for each import whose distribution pyproject.toml does not name."""
     distributions = packages_distributions()
     for module, file in sorted(imported_modules(files).items()):
-        names = {distribution(name) for name in distributions.get(module, [module])}
+        names = {distribution(name) for name in distributions.get(module, [ABSENT.get(module, module)])}
         is_ours = module in {"soren_align", *HOSTS, *sys.stdlib_module_names}
         if not is_ours and not names & declared():
             yield f"{module} ({file})"

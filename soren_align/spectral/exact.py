@@ -44,7 +44,7 @@ def spectral_power(x: Tensor, p: float) -> Tensor:
 def exact_function(
     x: Tensor, function: Callable[[Tensor], Tensor], of: Of = "nu", limit: float = 1.0
 ) -> Tensor:
-    """U f(S / N) V^T of x = U S V^T, where `iterate.guarded_composition` says what N is.
+    """U f(S / N) V^T of x = U S V^T, with the N of `iterate.guarded_composition`.
 
     x: [..., m, n], floating point; not modified. Zero on the numerical null space, as
     `exact_sigmoid`. Beyond `limit` f has its value there.
