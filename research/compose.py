@@ -2,7 +2,7 @@
 what is reachable.
 
 `compose` tries more and more steps, until the proved bound of the error (`bound`) is
-within the error that is asked for. The work is bounded: some seconds for a formula that nothing
+within the error that is asked for. The work is bounded: a minute for a formula that nothing
 matches.
 """
 
@@ -170,9 +170,7 @@ def refusal(target: Target, error: float, reached: list[Composed]) -> str:
     for composed in front[-3:]:
         steps = composed.composition.steps
         share = over_muon(partial(steps_flops, steps=steps))
-        offers.append(
-            f"{composed.error:.2g} with {len(steps)} steps ({share:.2f} of Muon's FLOPs)"
-        )
+        offers.append(f"{composed.error:.2g} with {len(steps)} steps ({share:.2f} of Muon's FLOPs)")
     least = front[-1].error  # rounded up to two digits
     unit = 10.0 ** (math.floor(math.log10(least)) - 1)
     least = math.ceil(least / unit * (1 - 1e-12)) * unit

@@ -88,6 +88,7 @@ def recorded_error(
 
 def describe_formula(composed: Composed) -> dict[str, Any]:
     """The numbers of a fitted formula."""
+
     def target(sigma: torch.Tensor) -> torch.Tensor:
         x = sigma / unit_of(sigma, composed.of)
         return parse(composed.formula)(x.clamp(max=composed.limit))

@@ -1,6 +1,6 @@
 """Compute the tables of soren_align/spectral/coefficients.py, and print the alternatives to them.
 
-    python -m research.studies.minimax_polynomials            prints the front, then the tables as they are shipped
+    python -m research.studies.minimax_polynomials   prints the front, then the tables as they are shipped
 
 The sign of u in [resolution, 1] is approximated by quintic steps. Each is the best one on the range
 of the previous one: this greedy choice is optimal (Polar Express, arXiv 2505.16932). The resolution
