@@ -91,10 +91,10 @@ _ALL = (
     ),
     Metric(
         "num_out_of_range",
-        "how often a matrix has had a singular value above 4, counted from the start of the "
-        "process. If this happens, `minimax` scales the matrix down, so that its largest "
-        "singular value is at most 4.3, the end of its polynomial's range. `sns` clamps such "
-        "singular values (`soren_align/spectral/`)",
+        "how often a matrix has had a singular value above 4.6 (`sns`: 4), counted from the start "
+        "of the process. If this happens, `minimax` scales the tanh part of the matrix down, so "
+        "that its largest singular value is at most 4.6, the end of its polynomial's range. `sns` "
+        "clamps such singular values (`soren_align/spectral/`)",
     ),
     Metric(
         "num_skipped_steps",

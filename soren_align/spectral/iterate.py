@@ -1,9 +1,10 @@
-"""One loop for every map by matrix products: quintic steps on the matrix itself, as Muon takes them.
+"""One loop for every map by matrix products: quintic steps on the matrix itself, as Muon's.
 
     A = y y^T;  y <- a y + (b A + c A^2) y          a u + b u^3 + c u^5 for every singular value u
 
-The maps are tables for it (coefficients.py): Muon one step, five times; SNS the classical cubic
-one; Soren's default seven quintics, the paper's Algorithm 1 with better numbers:
+The maps are tables for it (coefficients.py). Muon takes one step, five times. SNS, the Soren
+paper's Algorithm 1, takes the classical cubic step. Soren's default, `minimax_sigmoid`, is that
+algorithm with better numbers, seven quintics for fifteen cubics:
 
     s(sigma) = (1 + tanh(sigma / 2)) / 2        y starts from x / nu and ends at U V^T, the 1;
     O = y / 2 + t                               t, the tanh, is linear for gradients clipped to 1
@@ -12,9 +13,10 @@ nu = (sum of sigma^8)^(1/8) costs nothing, since the first step has |A^2|_F at h
 smaller than |x|_F, so that u is larger. Compositions from files are tables too, with the iterates
 and u itself in the sum (composition.py).
 
-In 16 bits every result is rounded as it is on a GPU, but the first step adds a x from x's own 32
-bits: the steps magnify rounding where a matrix has next to nothing, by 6244 at the default
-resolution. (So a matrix of low rank needs float32: research/studies/optimizers.md.) A CPU has no
+Precision. The steps magnify a small u, and with it the rounding of all entries, by 6244 at the
+default resolution. In 16 bits each result is rounded, but the first step adds a x from x's own 32
+bits, and the rounding of its result is magnified by the other six alone, 739. Where a matrix has
+nothing, that remains: one of low rank needs float32 (research/studies/optimizers.md). A CPU has no
 fast float16: its factors are rounded, and multiplied in float32.
 """
 
@@ -51,13 +53,15 @@ from .matrices import (
 EPS = 1e-7
 """The least norm that torch.optim.Muon divides by."""
 LEAST = 1e-30
-"""The least largest entry that a map divides by: below, its result falls to 0 with x."""
+"""The least number by which a map divides a matrix. One with smaller entries has a result that
+falls to 0 with it."""
 LEAST_SQUARE = 1e-24
-"""nu^4 at least, as it is but for smaller entries than LEAST: nu^-5 stays within float32."""
+"""The least nu^4, for such a matrix: nu^-3 stays within float32."""
 MOST_COLUMNS = 2**15
+"""A row of so many ones has a sum of squares within float16."""
 BLEND = 0.19
-"""From NORM_LIMIT to so much more, tanh's line turns into its two steps: no jump, and still
-rising."""
+"""Between the norms NORM_LIMIT and NORM_LIMIT + BLEND, tanh's line turns into its two steps: the
+map has no jump, and rises."""
 NUM_SQUARINGS = 8
 """Of A^2, for the largest singular value: the 2048-norm is at most 0.5% above it, for up to 10 000
 singular values."""
@@ -75,7 +79,7 @@ def iterate(
     total: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = same,
 ) -> tuple[Tensor, Tensor | None]:
-    """y [..., m, n], m <= n, after these steps, and `total` with the weighted iterates added.
+    """y [..., m, n], m <= n, after these steps, and `total` with the weighted iterates added to it.
 
     weights: of the iterate after each step, in the total; () for none. rounded: stands for a
     narrower dtype's rounding of each result.
@@ -84,12 +88,12 @@ def iterate(
         gram = rounded(symmetric_product(y))
         if c == 0:  # then A^2 is for nothing
             y = rounded(multiply_add(y, gram, y, beta=a, alpha=b))
-        elif y.dtype == torch.bfloat16:
+        elif y.dtype == torch.bfloat16:  # as Muon; see below
             gram = symmetric_product(gram, gram, beta=b, alpha=c)
             y = multiply_add(y, gram, y, beta=a, alpha=1.0)
         else:
-            # a on the diagonal saves a copy of y, a quarter of all passes. bfloat16 cannot hold it
-            # there: its 8 bits let the steps diverge.
+            # (a I + b A + c A^2) y is a plain product, where addmm first copies y: a quarter of all
+            # traffic. In bfloat16 the sum on the diagonal has too few bits, and the steps diverge.
             gram = rounded(symmetric_product(gram, gram, beta=b, alpha=c))
             gram.diagonal(dim1=-2, dim2=-1).add_(a)
             y = rounded(rounded(gram) @ y)
@@ -131,15 +135,16 @@ def _quack(device: int) -> Any:
 
 
 class Start:
-    """A matrix scaled into the range of its products, those of the first step, and the steps.
+    """A matrix scaled into the range of its products, with those of the first step.
 
-    scale: [..., 1, 1]; y is x / scale, whose largest entry is 1. square: A^2 in the dtype of x.
-    nu: (sum of sigma^8)^(1/8) of y, [..., 1, 1]: at least 1, and at least the largest one.
+    scale: [..., 1, 1], the largest entry (or more, see LEAST and MOST_COLUMNS); y = x / scale.
+    gram: A = y y^T. square: A^2, in the dtype of x. nu: (sum of sigma^8)^(1/8) of y, [..., 1, 1],
+    at least its largest singular value.
     """
 
     def __init__(self, x: Tensor, precision: FactorPrecision, least: float = LEAST):
-        """x: [..., m, n] with m <= n in float32, or float64; precision: of the factors; least:
-        scale.
+        """x: [..., m, n] with m <= n in float32, or float64. precision: of the factors. least: of
+        the scale.
 
         A NaN or an infinity makes all products NaN, and needs no check.
         """
@@ -166,13 +171,13 @@ class Start:
     ) -> tuple[Tensor, Tensor | None]:
         """As `iterate`, from y / unit, for a unit [..., 1, 1] and a first b that is not 0.
 
-        Once: the products of the first step are released.
+        Call it once, and last: y, gram and square are freed.
         """
         (a, b, c), *others = steps
         y, gram, square = self.y, self.gram, self.square
         del self.y, self.gram, self.square
-        # The factors of the product and of what it is added to cost no pass, and the last one is
-        # taken with the rounding: y is in units of unit^3 until then.
+        # With v = y / unit:  v <- a v + b (G + c / b G^2) v,  G = A / unit^2. The factors a and b
+        # cost no pass within the product, and unit^-3 none with the rounding.
         is_wide = y.dtype == square.dtype
         inner = square if is_wide else torch.empty_like(gram)
         inner = self.rounded(torch.addcmul(gram, square, unit.pow(-2), value=c / b, out=inner))
@@ -248,9 +253,10 @@ def minimax_sigmoid(
     max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing
     from the device, and the map can be compiled whole. None: it is read from x.
     Returns [..., m, n] in the dtype of x. Within 0.75% of the sigmoid for singular values above
-    `resolution` (at 0.01: 1.5%; in float16: 1%). With a singular value above 4.6 the tanh part is evaluated at
-    sigma * 4.6 / sigma_max ("guarded"): finite, and within 0.2% of 1. Zero for zero; a matrix that
-    contains a NaN or an infinity gives all NaN.
+    `resolution` (0.9% at 0.001, 1.8% at 0.01; in float16 1% at the default). With a singular value
+    above 4.6 the tanh part is evaluated at sigma * 4.6 / sigma_max ("guarded"): finite, at most
+    1.001, and too small for the other singular values. Zero for zero; a matrix that contains a NaN
+    or an infinity gives all NaN.
     """
     return guarded_minimax_sigmoid(x, resolution, precision, max_norm)[0]
 
@@ -282,13 +288,13 @@ def guarded_minimax_sigmoid(
     if norm is None or largest is None:
         return from_wide(torch.add(y, wide, alpha=TANH_SLOPE), x), 0
 
-    # Per matrix, and never per batch: a matrix may lie beside others on another number of ranks.
-    share = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
-    limit = TANH_LIMIT / largest / start.scale
-    t = (wide * limit.clamp(max=1.0)).to(y.dtype)
+    # For each matrix by its own norm: on another number of ranks it lies beside others.
+    blend = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
+    shrink = TANH_LIMIT / largest / start.scale
+    t = (wide * shrink.clamp(max=1.0)).to(y.dtype)
     t, _ = iterate(start.rounded(t), TANH, rounded=start.rounded)
-    result = torch.addcmul(y, wide, TANH_SLOPE * (1 - share)).addcmul_(t, share / 2)
-    return from_wide(result, x), (limit < 1).sum()
+    result = torch.addcmul(y, wide, TANH_SLOPE * (1 - blend)).addcmul_(t, blend / 2)
+    return from_wide(result, x), (shrink < 1).sum()
 
 
 @torch.no_grad()
@@ -334,7 +340,8 @@ def newton_schulz(x: Tensor, steps: int = MUON_STEPS) -> Tensor:
     """U S' V^T of x = U S V^T, with S' between about 0.7 and 1.2 where sigma is above 1% of |x|_F.
 
     x: [..., m, n], floating point; not modified. Returns [..., m, n] in the dtype of x. Computed in
-    bfloat16 with the bits of torch.optim.Muon; a float64 input is computed in float64. Below |x|_F
+    bfloat16 with the bits of torch.optim.Muon (but for another library's products, see
+    `symmetric_product`); a float64 input is computed in float64. Below |x|_F
     = 1e-7 the result shrinks with x, down to zero for zero. Above 1.8e19 float32's sum of squares
     overflows and the result is zero, as in torch. NaN or an infinity gives all NaN.
     """
