@@ -7,6 +7,7 @@ from threading import Thread
 
 import pytest
 from rich.table import Table
+from rich.text import Text
 from soren_align.core.errors import UserError, printable
 from soren_align.core.files import contents, parse_json, read_json, read_text
 from soren_align.core.text import Terminal
@@ -70,6 +71,7 @@ def test_what_is_printed_of_strangers_texts_is_text():
     table = Table("name\x1b[1m", title="[/]")
     table.add_row("\x9b[/y]")
     terminal.print(table)
+    terminal.print(Text("\x1b]52;c;cm0=\x07", "bold"))  # as the title of somebody's suite: sets a clipboard
     shown = stream.getvalue()
     assert shown.startswith("start \\x1b[2J [/red] [bold]:smile: [x]\n")
     assert "name\\x1b[1m" in shown

@@ -158,9 +158,12 @@ class Terminal(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         """Return the text of segments without the blanks that rich pads tables with, for logs and
-        copied lines.
+        copied lines; control characters of any text are escaped.
         """
-        return re.sub(r" +(?=\n)", "", super()._render_buffer(buffer))
+        # Also of Text objects, which `render_str` never sees, such as a title of somebody's suite.
+        # rich's own codes, for colors and the cursor, are made from styles and control segments.
+        safe = (s if s.control else Segment(printable(s.text), s.style) for s in buffer)
+        return re.sub(r" +(?=\n)", "", super()._render_buffer(safe))
 
     def _write_buffer(self) -> None:
         """Write. After the terminal was closed, or the reader of a pipe has ended, all output is

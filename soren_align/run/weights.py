@@ -52,10 +52,19 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
     """Load a model's config from a folder or the hub.
     place: what messages call it, by default `name`.
 
-    Raises UserError if transformers cannot, whatever it raises.
+    Raises UserError if transformers cannot, whatever it raises, or if the config names code.
     """
     with as_user_error(f"{place or name}: the model cannot be loaded", Exception):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    # transformers would download "owner/kernel" from the hub and run it, at a stranger's wish.
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if "/" in (value := str(getattr(part, key, None))):
+                raise UserError(
+                    f"{place or name}: config.json names code on the hub ({key[1:]}: {value}), which"
+                    " is not run; remove this key from config.json"
+                )
+    return config
 
 
 def load_tokenizer(

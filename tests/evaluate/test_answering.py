@@ -251,6 +251,11 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
     with pytest.raises(UserError, match="save its weights as safetensors"):
         evaluate_model(adapter, small[0], Options(device="cpu"))
     model = shutil.copytree(models[0], tmp_path / "model")
+    for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
+        named = shutil.copytree(models[0], tmp_path / key)
+        edit(named / "config.json", **{key: "owner/kernel@main"})
+        with pytest.raises(UserError, match=r"config\.json names code on the hub"):
+            evaluate_model(named, small[0], Options(device="cpu"))
     theirs = {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}
     edit(model / "config.json", auto_map=theirs, model_type="theirs")
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

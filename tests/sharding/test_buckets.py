@@ -21,16 +21,13 @@ def of_ranks(plan, flops):
 @pytest.mark.parametrize("builder", [flat_partitions, parameter_slices, row_blocks])
 @pytest.mark.parametrize("shapes", [MISTRAL_7B, QWEN_3B], ids=["mistral", "qwen"])
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.rest)])
-def test_waiting_for_the_busiest_rank_of_each_bucket_costs_2_percent_at_most(shapes, builder, step):
+def test_waiting_for_the_busiest_rank_of_each_bucket_costs_5_percent_at_most(shapes, builder, step):
     for num_ranks in range(2, 65, step):
         plan = make_exchange_plan(builder(shapes, num_ranks))
-        # Owners are assigned and buckets ended by the FLOPs of float32; a GPU has those of float16.
-        for precision in ("float32", "float16"):
-            flops = [MINIMAX.num_flops(*weight.map_shape, precision) for weight in plan.layout.weights]
-            # 43 ranks: two of them own 60 of the 64 smallest matrices of Mistral-7B, too many bytes for one bucket.
-            # 37 ranks: 1.0214 in float16, whose FLOPs grow otherwise with the rows than float32's.
-            most = {43: 1.07, 37: 1.022}.get(num_ranks, 1.02) if shapes is MISTRAL_7B else 1.02
-            assert schedule_flops(plan, flops) <= most * max(of_ranks(plan, flops))
+        flops = [MINIMAX.num_flops(*weight.map_shape) for weight in plan.layout.weights]
+        # Mistral-7B's MLP matrices have 2.7 times the FLOPs of its others: 20 for 19 of them on 52 to 58 ranks.
+        most = 1.053 if shapes is MISTRAL_7B else 1.0
+        assert schedule_flops(plan, flops) <= most * max(of_ranks(plan, flops)) + 1
 
 
 @pytest.mark.parametrize(("num_in_bucket", "sizes"), [(3, [2, 2, 2]), (4, [2, 4]), (1, [1] * 6), (6, [6])])

@@ -35,8 +35,12 @@ NOTHING = Part(0.0, 1.0)
 def detectable(error: float, degrees: float, margin: float, power: float = POWER) -> float:
     """Return the true difference whose interval, of this margin, excludes 0 with this power.
 
-    error: the standard error of the difference, estimated with so many degrees of freedom.
+    error: the standard error of the difference, estimated with so many degrees of freedom. Below
+    one degree, as where one cluster has nearly all questions, at least 1000 standard errors.
     """
+    # scipy's search for the noncentrality does not end there; the margin alone is above 12 errors.
+    if degrees < 1:
+        return error * min(max(1e3, 10 * margin / error), 1e9)
     return error * float(nctdtrinc(degrees, 1 - power, margin / error))
 
 
