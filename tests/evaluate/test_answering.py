@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from soren_align.core.errors import UserError
-from soren_align.evaluate.run import workers
+from soren_align.evaluate.run import requests, workers
 from soren_align.evaluate.run.harness import Options, evaluate_model
 from soren_align.evaluate.run.requests import make_chunks
 from soren_align.evaluate.run.stage import evaluate
@@ -270,7 +270,8 @@ def test_a_damaged_cache_file_is_read_line_by_line(models, small, tmp_path):
     evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
     (file,) = (tmp_path / "responses").iterdir()
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + lines[0] + b"\0\0\xff\n[1]\n" + b"".join(lines[1:-1]) + lines[-1][:40])
+    changed = lines[-1].replace(b"-", b"-1", 1)  # a log-probability with another digit
+    file.write_bytes(lines[0] + lines[0] + b"\0\0\xff\n[1]\n" + b"".join(lines[1:-1]) + changed + changed[:40])
     again = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
     last = len(json.loads(lines[-1])["responses"])
     assert again.num_requests == {"computed": last, "cached": 840 - last}
@@ -278,6 +279,13 @@ def test_a_damaged_cache_file_is_read_line_by_line(models, small, tmp_path):
     file.write_bytes(b"")
     assert evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path)).num_requests["cached"] == 0
     assert evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path)).num_requests["computed"] == 0
+
+
+def test_a_model_that_is_replaced_while_it_is_loaded_leaves_no_responses(models, small, tmp_path, monkeypatch):
+    digests = iter(["of the files", "of others"])
+    monkeypatch.setattr(requests, "model_digest", lambda folder: next(digests))
+    with pytest.raises(UserError, match="has changed while it was evaluated"):
+        evaluate_model(models[0], small[0], Options(device="cpu", cache=tmp_path))
 
 
 class Engine:

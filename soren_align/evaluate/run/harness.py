@@ -187,9 +187,8 @@ def evaluate_model(
     settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
     device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     tasks = tasks or load_tasks(suite, options.cache)
-    cache = ResponseCache(
-        options.cache, cache_key(folder, settings, device_name) if options.cache else {}
-    )
+    key = cache_key(folder, settings, device_name) if options.cache else {}
+    cache = ResponseCache(options.cache, key, folder)
     source = folder, tokenizer, settings
     workers = (
         InProcess(*source)

@@ -39,10 +39,13 @@ PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 class ResponseCache:
     """The cached responses of one model."""
 
-    def __init__(self, root: Path | None, key: dict[str, Any]):
+    def __init__(self, root: Path | None, key: dict[str, Any], folder: Path | None = None):
         """root: the cache folder; None keeps the responses in memory.
-        key: what determines them, see `cache_key`.
+        key: what determines them, see `cache_key`. folder: of the model, which must still be the
+        key's when its first responses are stored.
         """
+        self.unverified = folder if root else None
+        self.key = key
         self.responses: dict[str, tuple[list[Any], int]] = {}
         """Each chunk's responses, and the number of truncated prompts."""
         self.file = None
@@ -55,11 +58,14 @@ class ResponseCache:
         for line in text.split(b"\n"):
             try:
                 record = json.loads(line)
+                # One flipped bit would be another score, of the model that was evaluated.
+                if record.pop("sha256") != digest(record):
+                    continue
                 self.responses[record["chunk"]] = (
                     [_restore(r) for r in record["responses"]],
                     record["truncated"],
                 )
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # the first line, which is the key, or a line that a kill left incomplete
         if not text:
             self._append(json.dumps(key) + "\n")
@@ -67,13 +73,22 @@ class ResponseCache:
             self._append("\n")  # ends an incomplete line
 
     def add(self, chunk: str, responses: list[Any], num_truncated: int) -> None:
-        """Add the responses to a chunk of requests."""
+        """Add the responses to a chunk of requests.
+
+        Raises UserError if the model's files have changed since the key was made.
+        """
+        # The files were hashed before the model was loaded: another command may have replaced them
+        # in between, and its answers would be cached as this model's for good.
+        if self.unverified and model_digest(self.unverified) != self.key["model"]:
+            raise UserError(
+                f"{self.unverified}: has changed while it was evaluated; wait until the other"
+                " command has ended, and evaluate it again"
+            )
+        self.unverified = None
         self.responses[chunk] = ([_restore(response) for response in responses], num_truncated)
         if self.file:
-            self._append(
-                json.dumps({"chunk": chunk, "truncated": num_truncated, "responses": responses})
-                + "\n"
-            )
+            record = {"chunk": chunk, "truncated": num_truncated, "responses": responses}
+            self._append(json.dumps(record | {"sha256": digest(record)}) + "\n")
 
     def _append(self, text: str) -> None:
         # One write in append mode: two evaluations of one model may add responses at the same time.
