@@ -12,6 +12,7 @@ elsewhere, would silently train towards another goal.
 import hashlib
 import json
 import math
+import socket
 import zlib
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import TrainerCallback
 
 from ..core.errors import UserError
 from ..core.files import digest
+from ..core.text import join_words
 from ..core.version import __version__
 from ..optim.layout import whole_shape
 from ..recipe import Recipe, global_batch, recipe_hash
@@ -76,6 +78,31 @@ def run_identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, 
         "versions": LIBRARIES | {"soren-align": __version__},
         "device": device_name(device),
     }
+
+
+def refuse_other_inputs(setup: TrainingSetup, ranks: Ranks) -> None:
+    """Raise UserError on all ranks if one has other data, another tokenizer or other libraries than
+    the first. Collective.
+    """
+    # Hosts read their own copies. With others they would train together without a word, and
+    # run.json would have the first one's hash.
+    sources = [split and split.source for split in (setup.splits.train, setup.splits.eval)]
+    tokenizer = setup.tokenizer
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    own = {
+        "other data": digest(_without_paths(sources, sampled=False)),
+        "another tokenizer": digest([tokenizer.chat_template, vocabulary]),
+        join_words([f"{package} {version}" for package, version in LIBRARIES.items()]): "",
+    }
+    everyone = ranks.gather((socket.gethostname(), own))
+    first_host, first = everyone[0]
+    for rank, (host, inputs) in enumerate(everyone):
+        for what in inputs:
+            if inputs[what] != first.get(what):
+                raise UserError(
+                    f"rank {rank} on {host} has {what}, and rank 0 on {first_host} does not; give"
+                    " every host the same files and packages"
+                )
 
 
 def device_name(device: torch.device) -> str:
@@ -328,13 +355,17 @@ def reward_limit(trainer: Any, num_tokens: float, num_pairs: float) -> float:
     return trainer.beta * (random + sigma**2 * num_tokens)
 
 
-def _without_paths(source: Any) -> Any:
-    """Return plain data without the keys `path`: contents are hashed, not places."""
+def _without_paths(source: Any, sampled: bool = True) -> Any:
+    """Return plain data without the keys `path`: contents are hashed, not places.
+
+    sampled: with the hashes of large streams, in which the files' times are too.
+    """
     if isinstance(source, dict):
-        return {key: _without_paths(value) for key, value in source.items() if key != "path"}
-    return (
-        [_without_paths(value) for value in source] if isinstance(source, list | tuple) else source
-    )
+        out = {"path"} if sampled or not source.get("sampled") else {"path", "tree_sha256"}
+        return {k: _without_paths(value, sampled) for k, value in source.items() if k not in out}
+    if isinstance(source, list | tuple):
+        return [_without_paths(value, sampled) for value in source]
+    return source
 
 
 def _dtypes(tensors: Any) -> list[str]:

@@ -35,7 +35,7 @@ from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
 from .measure.samples import SampleWriter
-from .reference import precision, run_identity
+from .reference import precision, refuse_other_inputs, run_identity
 from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
 from .trained_optimizer import relative_changes
@@ -66,6 +66,7 @@ def train(
         policy = LostUpdatesPolicy(
             setup.recipe.run.lost_updates, partial(report_first_step, folder, console, ranks)
         )
+        refuse_other_inputs(setup, ranks)
         trainer: Any = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = None
         with ranks.shared_errors():

@@ -1,11 +1,14 @@
 """Runs that differ in the optimizer alone have one identity, also after a kill; any other difference shows in it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from soren_align import recipe
+from soren_align.core.errors import UserError
 from soren_align.recipe import recipe_hash
 from soren_align.sharding.ranks import Ranks
-from soren_align.training.reference import BatchHash, weights_digest
+from soren_align.training.reference import BatchHash, refuse_other_inputs, weights_digest
 from tests.support.tiny_run import stop_after
 
 LORA = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null")
@@ -46,6 +49,25 @@ def test_the_hash_of_weights_shows_values_names_shapes_and_dtypes():
     with torch.no_grad():
         model[1].weight[2, 3] -= 1e-3
     assert weights_digest(model.bfloat16(), Ranks()) != whole
+
+
+def test_ranks_with_other_data_another_tokenizer_or_other_versions_are_refused():
+    def setup(sha256="a", words=("x",), **large):
+        split = SimpleNamespace(source={"path": "/of/a/host", "sha256": sha256, **large})
+        tokenizer = SimpleNamespace(chat_template="", get_vocab=lambda: dict.fromkeys(words, 0))
+        return SimpleNamespace(splits=SimpleNamespace(train=split, eval=None), tokenizer=tokenizer)
+
+    def gathered(*setups):
+        everyone = []
+        for each in setups:
+            refuse_other_inputs(each, SimpleNamespace(gather=lambda own: everyone.append(own) or [own]))
+        refuse_other_inputs(setups[0], SimpleNamespace(gather=lambda own: everyone))
+
+    gathered(setup(), setup())
+    gathered(setup(sampled=True, tree_sha256="1"), setup(sampled=True, tree_sha256="2"))  # of times too
+    for what, other in (("other data", setup("b")), ("another tokenizer", setup(words=("x", "y")))):
+        with pytest.raises(UserError, match=rf"rank 1 on .* has {what}, and rank 0 on"):
+            gathered(setup(), other)
 
 
 @pytest.mark.rest
