@@ -100,7 +100,6 @@ def test_a_library_of_symmetric_products_takes_all_but_those_with_x(monkeypatch)
     found = iterate.minimax_sigmoid(x), newton_schulz(x.double())
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-3 * b.norm()
-    # seven Gram matrices and six squares (the first one's norm is needed); five and five
     assert shapes.count(((3, 16, 24), True)) == 12
     assert shapes.count(((3, 16, 16), False)) == 11
 

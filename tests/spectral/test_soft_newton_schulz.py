@@ -114,27 +114,6 @@ def test_huge_entries_saturate():
     torch.testing.assert_close(result[2], soft_newton_schulz(x[2:])[0], rtol=0, atol=5e-5)
 
 
-def test_tiny_subnormal_and_zero_entries_stay_small_and_finite():
-    for value in (1e-12, 1e-30, 1e-40, 1e-45, 0.0):
-        x = torch.full((3, 5), value)
-        result = soft_newton_schulz(x)
-        # slope at zero: 1.5^15 / eps of the Q stream, half of it
-        assert torch.isfinite(result).all()
-        assert result.abs().max() <= 0.51 * 1.5**15 / 1e-8 * x.max()
-        assert (result == 0).all() == (value == 0)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_matrix_that_is_not_finite_comes_out_all_nan_and_its_neighbours_untouched(bad):
-    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)) / 10
-    expected = soft_newton_schulz(x)
-    x[1, 2, 3] = bad
-    result, num_guarded = guarded_soft_newton_schulz(x)
-    assert num_guarded == 0
-    assert result[1].isnan().all()
-    assert torch.equal(result[[0, 2]], expected[[0, 2]])
-
-
 def test_a_negative_number_of_steps_is_refused():
     with pytest.raises(ValueError, match="steps: found -1"):
         soft_newton_schulz(torch.eye(2), steps=-1)
