@@ -96,7 +96,7 @@ class Run:
         settings = {**RATES, "name": "soren", **self.settings}
         if self.lora:  # build_optimizer refuses factors
             factors = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            optimizer = Soren([{"params": factors}], settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"])
+            optimizer = Soren([{"params": factors}], **{k: settings[k] for k in ("lr", "map", "adjust_lr_fn")})
         else:
             optimizer = build_optimizer(model, **{"aux": ("lm_head.weight",), **settings})
         if self.null_map:
