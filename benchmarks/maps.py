@@ -238,7 +238,7 @@ def scheduled_quintic(x: Tensor) -> Tensor:
     """
     y = to_wide(x, torch.bfloat16)
     y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + EPS)
-    return from_wide(iterate(y, SCHEDULE)[0], x)
+    return from_wide(iterate(y, SCHEDULE), x)
 
 
 @dataclass(frozen=True)

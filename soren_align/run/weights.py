@@ -61,8 +61,8 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
         for key in ("_attn_implementation", "_experts_implementation"):
             if "/" in (value := str(getattr(part, key, None))):
                 raise UserError(
-                    f"{place or name}: config.json names code on the hub ({key[1:]}: {value}), which"
-                    " is not run; remove this key from config.json"
+                    f"{place or name}: config.json names code on the hub ({key[1:]}: {value}),"
+                    " which is not run; remove this key from config.json"
                 )
     return config
 

@@ -78,28 +78,26 @@ def iterate(
     weights: Sequence[float] = (),
     total: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = same,
-) -> tuple[Tensor, Tensor | None]:
-    """y [..., m, n], m <= n, after these steps, and `total` with the weighted iterates added to it.
+) -> Tensor:
+    """y [..., m, n], m <= n, after these steps.
 
-    weights: of the iterate after each step, in the total; () for none. rounded: stands for a
+    total: the iterate after each step is added to it, times its weight. rounded: stands for a
     narrower dtype's rounding of each result.
     """
     for number, (a, b, c) in enumerate(steps):
         gram = rounded(symmetric_product(y))
-        if c == 0:  # then A^2 is for nothing
-            y = rounded(multiply_add(y, gram, y, beta=a, alpha=b))
-        elif y.dtype == torch.bfloat16:  # as Muon; see below
-            gram = symmetric_product(gram, gram, beta=b, alpha=c)
-            y = multiply_add(y, gram, y, beta=a, alpha=1.0)
-        else:
-            # (a I + b A + c A^2) y is a plain product, where addmm first copies y: a quarter of all
-            # traffic. In bfloat16 the sum on the diagonal has too few bits, and the steps diverge.
+        if c:  # else A^2 is for nothing
             gram = rounded(symmetric_product(gram, gram, beta=b, alpha=c))
+        # (a I + b A + c A^2) y is a plain product, where addmm first copies y: a quarter of all
+        # traffic. In bfloat16 the sum on the diagonal has too few bits, and the steps diverge.
+        if c and y.dtype != torch.bfloat16:
             gram.diagonal(dim1=-2, dim2=-1).add_(a)
             y = rounded(rounded(gram) @ y)
-        if weights and weights[number]:
-            total = y * weights[number] if total is None else total.add_(y, alpha=weights[number])
-    return y, total
+        else:
+            y = rounded(multiply_add(y, gram, y, beta=a, alpha=1.0 if c else b))
+        if total is not None and weights[number]:
+            total.add_(y, alpha=weights[number])
+    return y
 
 
 def symmetric_product(
@@ -168,7 +166,7 @@ class Start:
         unit: Tensor,
         weights: Sequence[float] = (),
         total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """As `iterate`, from y / unit, for a unit [..., 1, 1] and a first b that is not 0.
 
         Call it once, and last: y, gram and square are freed.
@@ -185,8 +183,8 @@ class Start:
         wide = _add_wide_product_(start, inner, y, beta=a, alpha=b)
         y = self.rounded(torch.mul(wide, unit.pow(-3), out=wide if is_wide else y))
         del gram, square, inner, start, wide
-        if weights and weights[0]:
-            total = y * weights[0] if total is None else total.add_(y, alpha=weights[0])
+        if total is not None and weights[0]:
+            total.add_(y, alpha=weights[0])
         return iterate(y, others, weights[1:], total, self.rounded)
 
     def norm(self) -> Tensor:
@@ -284,7 +282,7 @@ def guarded_minimax_sigmoid(
     largest = None if is_linear else start.largest()
     *steps, (a, b, c) = SIGN[resolution].steps
     steps.append((a / 2, b / 2, c / 2))  # so that the result is one addition
-    y, _ = start.iterate(steps, start.nu)
+    y = start.iterate(steps, start.nu)
     if norm is None or largest is None:
         return from_wide(torch.add(y, wide, alpha=TANH_SLOPE), x), 0
 
@@ -292,7 +290,7 @@ def guarded_minimax_sigmoid(
     blend = ((norm - NORM_LIMIT) / BLEND).clamp(0, 1)
     shrink = TANH_LIMIT / largest / start.scale
     t = (wide * shrink.clamp(max=1.0)).to(y.dtype)
-    t, _ = iterate(start.rounded(t), TANH, rounded=start.rounded)
+    t = iterate(start.rounded(t), TANH, rounded=start.rounded)
     result = torch.addcmul(y, wide, TANH_SLOPE * (1 - blend)).addcmul_(t, blend / 2)
     return from_wide(result, x), (shrink < 1).sum()
 
@@ -331,8 +329,8 @@ def guarded_composition(
             num_guarded = (largest > unit * (1 + 1e-6)).sum()
             unit = torch.maximum(largest, unit)
     total = wide * (composition.linear / unit / start.scale)
-    _, total = start.iterate(composition.steps, unit, all_weights(composition), total)
-    return from_wide(total if total is not None else wide, x), num_guarded
+    start.iterate(composition.steps, unit, all_weights(composition), total)
+    return from_wide(total, x), num_guarded
 
 
 @in_full_precision
@@ -347,7 +345,7 @@ def newton_schulz(x: Tensor, steps: int = MUON_STEPS) -> Tensor:
     """
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    y, _ = iterate(y, [MUON] * steps)
+    y = iterate(y, [MUON] * steps)
     return from_wide(y, x)
 
 
@@ -364,7 +362,7 @@ def high_pass(x: Tensor, promotions: int = 3, suppressions: int = 2) -> Tensor:
     """
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     steps = [PROMOTION] * promotions + [SUPPRESSION] * suppressions
-    return from_wide(iterate(y / replace_zeros(frobenius_norm(y)), steps)[0], x)
+    return from_wide(iterate(y / replace_zeros(frobenius_norm(y)), steps), x)
 
 
 def _checked(x: Tensor, precision: FactorPrecision) -> Tensor:

@@ -27,8 +27,7 @@ from ..core.optimizer_settings import (
     Precision,
 )
 from . import coefficients, composition
-from .coefficients import MUON as MUON_STEP
-from .coefficients import NEWTON_SCHULZ, Step
+from .coefficients import Step
 from .composition import Composed, Of
 
 if TYPE_CHECKING:
@@ -268,7 +267,9 @@ SNS = SpectralMap(
     settings={"steps": Setting(default.SNS_STEPS, NUM_STEPS, doc="The number of iterations.")},
     precisions=("auto", "float32", "bfloat16"),
     # x x^T and its product with x, of K steps and of 2 for the tanh
-    flops=lambda m, n, precision, steps: steps_flops(m, n, [NEWTON_SCHULZ] * (steps + 2)),
+    flops=lambda m, n, precision, steps: steps_flops(
+        m, n, [coefficients.NEWTON_SCHULZ] * (steps + 2)
+    ),
     workspace=lambda m, n, precision: m * m + 5 * m * n,
 )
 
@@ -354,7 +355,7 @@ HIGH_PASS = SpectralMap(
         ),
     },
     flops=lambda m, n, precision, promotions, suppressions: steps_flops(
-        m, n, [MUON_STEP] * (promotions + suppressions)
+        m, n, [coefficients.PROMOTION] * promotions + [coefficients.SUPPRESSION] * suppressions
     ),
     workspace=lambda m, n, precision: 2 * m * n + m * m,
 )
@@ -372,7 +373,7 @@ MUON = SpectralMap(
     target=polar,
     settings={"ns_steps": Setting(default.MUON_STEPS, NUM_STEPS)},
     auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
-    flops=lambda m, n, precision, ns_steps: steps_flops(m, n, [MUON_STEP] * ns_steps),
+    flops=lambda m, n, precision, ns_steps: steps_flops(m, n, [coefficients.MUON] * ns_steps),
     # in bfloat16: elements of half the size
     workspace=lambda m, n, precision: (3 * m * n + m * m) // 2,
 )

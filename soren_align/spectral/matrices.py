@@ -60,10 +60,10 @@ def replace_zeros(norm: Tensor) -> Tensor:
 
 
 # Matrix products in full float32 and without autocast, whatever precision the process has set for
-# its model.  The maps magnify the rounding of their factors by up to 5000 (`coefficients`, slope).
+# its model.  The maps magnify the rounding of their factors by up to 6244 (`coefficients`, slope).
 # With the 8 bits of bfloat16 that `torch.set_float32_matmul_precision("medium")` allows oneDNN on a
-# CPU, the error of a matrix of rank m/8 was 22% at resolution 0.01 and 210% at 0.001; with TF32's
-# 11 bits 1 to 3.5% and 8 to 19% (test_full_precision.py).
+# CPU, a matrix of rank m/8 would be 4% off at resolution 0.01 and 121% at 0.0004; with TF32's 11
+# bits 0.5% and 17% (factors rounded on a CPU, as in test_full_precision.py).
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -99,7 +99,7 @@ def _guarded_start(wide: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def cubic_iteration(y: Tensor, steps: int) -> Tensor:
     """y <- (3 I - y y^T) y / 2, `steps` times; y: wide, not modified."""
-    return iterate(y, [NEWTON_SCHULZ] * steps)[0]
+    return iterate(y, [NEWTON_SCHULZ] * steps)
 
 
 @in_full_precision

@@ -84,6 +84,8 @@ def refuse_other_inputs(setup: TrainingSetup, ranks: Ranks) -> None:
     """Raise UserError on all ranks if one has other data, another tokenizer or other libraries than
     the first. Collective.
     """
+    if ranks.num_ranks == 1:  # a large vocabulary is not hashed for nothing
+        return
     # Hosts read their own copies. With others they would train together without a word, and
     # run.json would have the first one's hash.
     sources = [split and split.source for split in (setup.splits.train, setup.splits.eval)]

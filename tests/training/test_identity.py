@@ -60,8 +60,8 @@ def test_ranks_with_other_data_another_tokenizer_or_other_versions_are_refused()
     def gathered(*setups):
         everyone = []
         for each in setups:
-            refuse_other_inputs(each, SimpleNamespace(gather=lambda own: everyone.append(own) or [own]))
-        refuse_other_inputs(setups[0], SimpleNamespace(gather=lambda own: everyone))
+            refuse_other_inputs(each, SimpleNamespace(num_ranks=2, gather=lambda own: everyone.append(own) or [own]))
+        refuse_other_inputs(setups[0], SimpleNamespace(num_ranks=2, gather=lambda own: everyone))
 
     gathered(setup(), setup())
     gathered(setup(sampled=True, tree_sha256="1"), setup(sampled=True, tree_sha256="2"))  # of times too
