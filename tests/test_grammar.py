@@ -185,22 +185,6 @@ def test_another_tools_file_names_the_import(run, content, kind):
     assert f"is {kind}, not a recipe; run `soren-align import theirs.yaml recipe.yaml`" in refused.err
 
 
-def test_new_makes_recipe_and_questions_of_a_file(run, tmp_path):
-    faq(tmp_path / "faq.csv")
-    assert run("new", "mine", "--data", "faq.csv").code == 0
-    files = {name: [json.loads(line) for line in (tmp_path / "mine" / name).read_text().splitlines()]
-             for name in ("chat.jsonl", "questions/choice/test.jsonl", "questions/exact/test.jsonl")}  # fmt: skip
-    train, choice, exact = files.values()
-    assert [len(train), len(choice), len(exact)] == [40, 20, 20]  # enough for intervals
-    assert not {each["instruction"] for each in train} & {each["question"] for each in exact}
-    for one, other in zip(choice, exact, strict=True):
-        assert one["answer"] == other["answer"]
-        assert one["choices"].count(one["answer"]) == 1
-        assert len(set(one["choices"])) == 4
-    paths = ["data.train.path=mine/chat.jsonl", "eval.suite=mine/questions"]
-    assert recipe.load(str(tmp_path / "mine/sft.yaml"), paths)
-
-
 @pytest.mark.parametrize(("rows", "options", "message"), [
     (60, ["--question", "Qestion", "--answer", "Réponse"], "but no column 'Qestion'; did you mean"),
     (19, [], "has only 19 questions; write at least 20 questions"),
@@ -213,45 +197,13 @@ def test_new_refuses_a_file_before_it_writes(run, tmp_path, rows, options, messa
     assert not (tmp_path / "mine").exists()
 
 
-def test_new_names_what_it_leaves_out_and_what_a_small_file_cannot_show(run, tmp_path):
-    faq(tmp_path / "faq.csv", 30)
-    first = (tmp_path / "faq.csv").read_text(encoding="utf-8-sig").splitlines()[1]
-    with open("faq.csv", "a", encoding="utf-8") as stream:
-        stream.write(f"Et alors ?;\n{first}\n")
-    done = run("new", "mine", "--data", "faq.csv")
-    notices = " ".join(done.err.split())
-    assert done.code == 0
-    assert "left out, because question or answer is empty: record 31" in notices
-    assert "left out, because the question occurs before: 1 record" in notices
-    assert "10 held-out questions are too few for confidence intervals, which need 20" in notices
-    assert "it can learn your answers by heart, but fails on held-out questions" in notices
-
-
-def test_variants_of_a_question_stay_on_one_side_of_the_split(run, tmp_path):
-    lines = [f"Was kostet Eintritt Nummer {i};Der Eintritt {i} kostet {i} Euro." for i in range(40)]
-    lines += [f"Bitte: was kostet Eintritt Nummer {i}  ?;Der Eintritt {i} kostet {i} Euro!" for i in range(40)]
-    (tmp_path / "faq.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
-    done = run("new", "mine", "--data", "faq.csv")
-    assert done.code == 0
-    answers = []
-    for name, key in (("chat.jsonl", "output"), ("questions/exact/test.jsonl", "answer")):
-        records = map(json.loads, (tmp_path / "mine" / name).read_text().splitlines())
-        answers.append({record[key].rstrip(".!") for record in records})
-    assert [len(each) for each in answers] == [30, 10]
-    assert "no training example has" not in done.err  # variants of a question are no labels
-    assert not answers[0] & answers[1]
-    for record in map(json.loads, (tmp_path / "mine/questions/choice/test.jsonl").read_text().splitlines()):
-        assert len({choice.rstrip(".!") for choice in record["choices"]}) == 4  # a variant is no wrong choice
-    lines = [f"Frage {i};{'ja' if i % 2 else 'nein'}" for i in range(60)]
-    (tmp_path / "labels.csv").write_text("\n".join(["Frage;Auskunft", *lines]))
-    assert run("new", "labels", "--data", "labels.csv").code == 0  # answers that are labels make no groups
-    assert len((tmp_path / "labels/questions/exact/test.jsonl").read_text().splitlines()) == 20
-
-
 @pytest.mark.parametrize(("content", "message"), [
     ("Frage;Auskunft\n" + "Ist geöffnet?;Ja, täglich.\n" * 30, "record 1 is not UTF-8; save the file as UTF-8"),
     ("Frage;Auskunft\n" + "a;b\n" * 3 + "Ja; oder?;nein\n", "record 4 has 3 columns, but the header has 2; put a text"),
-], ids=["not UTF-8", "a column more"])  # fmt: skip
+    ("Frage;Auskunft\n" + "".join(f"Ist {i} offen?;Ja.\n" for i in range(30)), "all answers are equal"),
+    ("ID;Text\n" + "".join(f"{i};Ja, {i}.\n" for i in range(30)), "found the columns ID, Text; add --question COLUMN"),
+    ("Frage\n" + "Ist geoeffnet?\n" * 30, "found the columns Frage; add --question COLUMN"),
+], ids=["not UTF-8", "a column more", "one answer", "no question", "one column"])  # fmt: skip
 def test_new_refuses_a_damaged_file_before_it_writes(run, tmp_path, content, message):
     (tmp_path / "faq.csv").write_bytes(content.encode("latin-1"))
     refused = run("new", "mine", "--data", "faq.csv")

@@ -1,18 +1,23 @@
 """docs/own-data.md: its commands run in the folder of `soren-align new`, its recipe is that folder's."""
 
 import contextlib
+import csv
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import openpyxl
 import pytest
 import yaml
 from soren_align import recipe
 from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from soren_align.data import load_split
 from soren_align.evaluate.suite.suites import load_suite
+from soren_align.evaluate.suite.tasks import load_tasks
 
 from tests.support import command
 from tests.support.conversations import split
@@ -94,14 +99,163 @@ def test_the_recipe_of_the_page_is_that_of_new():
 
 def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
     blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
-    chat, alpaca, choice, exact, pair = "".join(blocks).splitlines(keepends=True)
+    chat, alpaca, trained, rephrased, held_out, pair = "".join(blocks).splitlines(keepends=True)
     for task, text in (("sft", chat), ("sft", alpaca), ("dpo", pair)):
         (tmp_path / "my.jsonl").write_text(text)
         assert len(load_split(split(tmp_path / "my.jsonl"), task).dataset) == 1
     assert chat in (NEW / "chat.jsonl").read_text()
     assert pair in (NEW / "pairs.jsonl").read_text()
-    for kind, text in (("choice", choice), ("exact", exact)):
-        assert text in (NEW / f"questions/{kind}/test.jsonl").read_text()
+    for column, text in (("trained", trained), ("rephrased", rephrased), ("preference", held_out)):
+        assert text in (NEW / f"questions/{column}/test.jsonl").read_text()
+
+
+def test_the_general_questions_have_four_choices_in_balanced_places():
+    questions = read(NEW / "questions/kept/test.jsonl")
+    places = [question["choices"].index(question["answer"]) for question in questions]
+    assert [places.count(i) for i in range(4)] == [10] * 4
+    assert {len({*question["choices"]}) for question in questions} == {4}
+
+
+FAQ = [(f"What is in room {i}?", f"1. Books about {i}.\n2. Maps of {i}.") for i in range(30)]
+VARIANTS = [
+    (q, f"Gate {i} opens at {i}.")
+    for i in range(9)
+    for q in (
+        f"When does gate {i} open?",
+        f"Gate {i}: from when can I enter?",
+        f"Could you name the opening hour of gate {i}?",
+    )
+]
+SAME = [
+    (f"What colour is model {word}?", "It comes in black and silver.") for word in ("Primo", "Duo", "Tre", "Quarto")
+]
+LABELS = [
+    (f"The {word} number {i} is fine.", ("good", "bad", "neutral")[i % 3]) for i, word in enumerate(["lamp"] * 60)
+]
+NAMES = [
+    (f"Who called? {first} {i} called about the lamp.", f"{first} {i}") for i in range(20) for first in ("Anna", "Ben")
+]
+CHATS = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}, *more]} for i, (q, a) in
+         enumerate(FAQ) for more in [[{"role": "user", "content": "Thanks"}] * (i % 2)]]  # fmt: skip
+
+
+def write_csv(path, head, rows):
+    with path.open("w", encoding="utf-8-sig", newline="") as stream:
+        csv.writer(stream, delimiter=";").writerows([head, *rows])
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def new(tmp_path, data, *options):
+    """The columns of the suite with their questions, the examples, and what was printed."""
+    done = command.run("new", "mine", "--data", data, *options, cwd=tmp_path, code=0)
+    folder = tmp_path / "mine"
+    columns = {task.column: read(folder / f"questions/{task.column}/test.jsonl") for task in
+               load_suite(folder / "questions").tasks}  # fmt: skip
+    return columns, read(folder / "chat.jsonl"), " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(("rows", "sizes", "num_trained"), [
+    (FAQ, {"trained": 30}, 30),
+    (VARIANTS, {"trained": 18, "rephrased": 9}, 18),
+    (FAQ + SAME, {"trained": 34}, 34),  # one answer, but the questions differ in one place
+    (LABELS, {"trained": 40, "held-out": 20}, 40),
+    (NAMES, {"trained": 26, "held-out": 14, "choice": 14}, 26),
+], ids=["FAQ", "variants", "template", "labels", "extraction"])  # fmt: skip
+def test_the_test_follows_from_what_the_file_is(tmp_path, rows, sizes, num_trained):
+    write_csv(tmp_path / "my.csv", ["question", "answer"], rows)
+    columns, examples, _ = new(tmp_path, "my.csv")
+    assert {column: len(each) for column, each in columns.items()} == sizes
+    trained = {(example["instruction"], example["output"]) for example in examples}
+    assert len(trained) == num_trained
+    for column, questions in columns.items():
+        for question in questions:
+            pair = (question["question"], question["answer"])
+            assert pair in rows
+            assert (pair in trained) == (column == "trained")
+    for question in columns.get("rephrased", ()):
+        assert question["answer"] in {answer for _, answer in trained}
+    for question in columns.get("choice", ()):
+        assert question["choices"].count(question["answer"]) == 1
+        assert len({*question["choices"]}) == 4
+
+
+def test_a_kind_can_be_chosen_and_a_longest_answer_has_room(tmp_path):
+    write_csv(tmp_path / "my.csv", ["question", "answer"], [*FAQ, ("What is upstairs?", "Maps. " * 90)])
+    columns, examples, printed = new(tmp_path, "my.csv", "--kind", "behaviour")
+    assert (len(columns["held-out"]), len(examples)) == (11, 20)
+    assert "held-out: 11 questions are too few for confidence intervals, which need 20" in printed
+    task = yaml.safe_load((tmp_path / "mine/questions/trained.yaml").read_text())
+    assert task["generation_kwargs"] == {"until": [], "max_gen_toks": 6 * 90 - 1 + 32}
+    assert yaml.safe_load((tmp_path / "mine/sft.yaml").read_text())["trainer"]["max_length"] == 640
+
+
+@pytest.mark.parametrize(("head", "order"), [
+    (("Frage", "Antwort"), 1), (("Antwort", "Frage"), -1), (("réponse courte", "Question"), -1), (("A", "B"), 1),
+    (("B", "A"), 1), (("Begriff", "Erklärung"), 1), (("质量", "问题"), -1),
+])  # fmt: skip
+def test_the_side_of_the_questions_is_found_by_names_and_question_marks(tmp_path, head, order):
+    write_csv(tmp_path / "my.csv", head, [pair[::order] for pair in FAQ])
+    _, examples, printed = new(tmp_path, "my.csv")
+    assert examples[0] == dict(zip(("instruction", "output"), FAQ[0], strict=True))
+    question, answer = head[::order]
+    assert f"my.csv: column '{question}' as the question, '{answer}' as the answer" in printed
+
+
+def test_new_names_what_it_leaves_out(tmp_path):
+    write_csv(
+        tmp_path / "my.csv", ["Nr", "Frage", "Antwort"], [(1, *FAQ[0]), (2, "Et alors ?", ""), *((3, *p) for p in FAQ)]
+    )
+    printed = new(tmp_path, "my.csv")[2]
+    assert "as the answer; not read: Nr" in printed
+    assert "left out, because a cell is empty: record 2" in printed
+    assert "left out, because the question occurs before: 1 record" in printed
+    waiting = read(tmp_path / "mine/questions/rephrased/test.jsonl")
+    assert waiting[0] == {"question": None, "original": FAQ[0][0], "answer": FAQ[0][1]}
+    suite = tmp_path / "mine/questions/suite.yaml"
+    suite.write_text(suite.read_text().replace("  # - {task: rephrased", "  - {task: rephrased"))
+    with pytest.raises(UserError, match=r"rephrased/test.jsonl:1: the question has no 'question'"):
+        load_tasks(load_suite(suite), tmp_path / "cache")
+
+
+def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    columns, examples, _ = new(tmp_path, "chats.jsonl")
+    assert examples == CHATS
+    assert columns == {"trained": [{"question": q, "answer": a} for q, a in FAQ[::2]]}
+    shutil.rmtree(tmp_path / "mine")
+    rows = [(prompt, f"Sorry, {i}.", "So what.") for i, (prompt, _) in enumerate(FAQ)]
+    write_csv(tmp_path / "pairs.csv", ["Question", "Good answer", "Bad answer"], [*rows, ("Really?", "Yes.", "Yes.")])
+    columns, _, printed = new(tmp_path, "pairs.csv")
+    pairs = read(tmp_path / "mine/pairs.jsonl")
+    assert (len(pairs), len(columns["preference"])) == (20, 10)
+    both = [
+        *((p["instruction"], p["chosen"], p["rejected"]) for p in pairs),
+        *(tuple(p.values()) for p in columns["preference"]),
+    ]
+    assert sorted(both) == sorted(rows)
+    assert "left out, because both answers are equal: 1 record" in printed
+    assert len(load_split(split(tmp_path / "mine/pairs.jsonl"), "dpo").dataset) == 20
+
+
+def test_a_spreadsheet_is_read_and_a_damaged_one_or_two_sheets_are_refused(tmp_path):
+    book = openpyxl.Workbook()
+    for row in [("Frage", "Antwort", None), *FAQ, (None, None)]:
+        book.active.append(row)
+    book.save(tmp_path / "my.xlsx")
+    assert len(new(tmp_path, "my.xlsx")[1]) == 30
+    book.create_sheet("old").append(("a",))
+    book.save(tmp_path / "two.xlsx")
+    (tmp_path / "broken.xlsx").write_bytes((tmp_path / "my.xlsx").read_bytes()[:999])
+    for name, message in (
+        ("two", "has 2 sheets with rows: Sheet, old"),
+        ("broken", "is no spreadsheet that can be read"),
+    ):
+        refused = command.run("new", name, "--data", f"{name}.xlsx", cwd=tmp_path, code=2)
+        assert f"{name}.xlsx: {message}" in refused.stderr
+        assert not (tmp_path / name).exists()
 
 
 def test_new_writes_into_new_or_empty_folders_only(tmp_path):

@@ -17,7 +17,7 @@ from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
 from .grammar import refuse_options
-from .questions import read_pairs, write_questions
+from .questions import Kind, keep_columns, kind_of, read_data, write_questions
 
 recipes_app = typer.Typer(
     help="List or copy the recipes and studies that come with soren-align.",
@@ -32,9 +32,8 @@ suites_app = typer.Typer(
 
 NEW_FILES = """\
 written   {folder}
-          sft.yaml, dpo.yaml: recipes ({schema}: for editors)
-          {examples}
-          {questions}
+          {recipes}: recipes ({schema}: for editors)
+          {files}
 next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""
 
@@ -64,7 +63,9 @@ def new(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Your questions and answers (.csv or .jsonl)."),
+        typer.Option(
+            metavar="FILE", help="Your questions and answers, chats or pairs (.csv, .xlsx, .jsonl)."
+        ),
     ] = None,
     question: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="The column of the questions.")
@@ -72,20 +73,26 @@ def new(
     answer: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="The column of the answers.")
     ] = None,
+    kind: Annotated[
+        Kind | None,
+        typer.Option(
+            metavar="KIND",
+            help="facts: train all questions; behaviour: hold some out. Default: as the file looks.",
+        ),
+    ] = None,
 ) -> None:
     """Write a starting folder for your own data and questions.
 
-    The folder has two recipes (SFT, then DPO), examples for both, and a suite with two kinds of
-    questions. You can run the recipes without a change. With --data, the examples come from your
-    file. Some of them are held out as questions of the suite.
+    The folder has two recipes (SFT, then DPO), examples for both, and a suite of questions that
+    judges them. You can run the recipes without a change. With --data, examples and questions come
+    from your file: trained questions, the same in other words, or examples that are held out.
     """
     if data is None:
-        refuse_options(context, ["question", "answer"], "without --data", "add --data FILE")
-    from ..core.document import parse, with_modeline
+        refuse_options(context, ["question", "answer", "kind"], "without --data", "add --data FILE")
     from ..core.text import print_labelled, stderr_console
 
     # Read before the folder is made: a file that cannot be used leaves nothing behind.
-    pairs, notices = read_pairs(data, question, answer) if data else ([], [])
+    own = read_data(data, question, answer) if data else None
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # the recipes are used in the new folder
     target = _new_folder(folder)
@@ -93,37 +100,25 @@ def new(
     schema = _write_schema(target, "recipe")
     from ..launch.environment import has_gpu
 
+    lines = [
+        "chat.jsonl, pairs.jsonl: examples; replace them by your own",
+        "questions/*/test.jsonl: questions; replace them by your own",
+    ]
+    notices = []
+    if own:
+        looks, reason = kind_of(own.pairs)
+        lines, notices = write_questions(
+            target, own, kind or looks, is_pretrained=model is not None
+        )
+        notices = [*own.notices, *notices]
+        print_labelled(stderr_console(), "read", f"{own.name}: {own.read_as}")
+        if not own.chats and not own.rejected:
+            print_labelled(stderr_console(), "kind", KINDS[kind or looks].format(reason=reason))
+    else:
+        columns = ["trained", "rephrased", "preference", *["kept"] * bool(model)]
+        keep_columns(target / "questions", columns)
     for file in target.glob("*.yaml"):
-        # Line by line and not as YAML: the comments of these recipes are what they are for.
-        lines = file.read_text(encoding="utf-8").splitlines()
-        if model:  # at the rates of a run without a recipe
-            task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
-            start = parse(
-                (shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, ""
-            ).content
-            rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
-            values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
-            values |= {"bf16": "true"} if has_gpu() else {}
-            values |= {"name_or_path": json.dumps(model)} if task == "sft" else {}
-            keys = [line.partition(":")[0].strip() for line in lines]
-            lines = [
-                f"  {key}: {values[key]}" if key in values else line
-                for key, line in zip(keys, lines, strict=True)
-                if key != "init_seed" and not (key == "use_cpu" and has_gpu())
-            ]
-        file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
-    examples = "chat.jsonl, pairs.jsonl: examples; replace them by your own"
-    questions = "questions/*/test.jsonl: questions; replace them by your own"
-    if pairs:
-        num_held_out, more = write_questions(target, pairs)
-        notices += more
-        examples = (
-            f"chat.jsonl: {len(pairs) - num_held_out} examples of {data}; pairs.jsonl: sample"
-            " pairs; replace them by your own"
-        )
-        questions = (
-            f"questions/: {num_held_out} held-out examples; the wrong choices are other answers"
-        )
+        _write_recipe(file, schema, model, own.pairs if own else [])
     if model and not has_gpu():
         notices.append(
             "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name"
@@ -131,16 +126,57 @@ def new(
         )
     if data and not model:
         notices.append(
-            "the tiny model starts from random weights: it can learn your answers by heart, but"
-            " fails on held-out questions. For a pretrained model add --model MODEL; `soren-align"
-            " docs own-data` names one for a CPU"
+            "the tiny model starts from random weights: it can learn your answers by heart, and"
+            " nothing else. For a pretrained model add --model MODEL; `soren-align docs own-data`"
+            " names one for a CPU"
         )
-    texts = {"folder": target, "schema": schema, "examples": examples, "questions": questions}
     for notice in notices:
         print_labelled(stderr_console(), "notice", notice)
-    typer.echo(printable(NEW_FILES.format(**texts)))
+    names = [name for name in ("sft.yaml", "dpo.yaml") if (target / name).exists()]
+    texts = {"folder": target, "schema": schema, "recipes": ", ".join(names)}
+    typer.echo(printable(NEW_FILES.format(**texts, files="\n          ".join(lines))))
 
 
+KINDS = {
+    "facts": "facts ({reason}): all are trained, and asked again. For examples of one skill, of which"
+    " some should be held out, add --kind behaviour",
+    "behaviour": "behaviour ({reason}): some are held out and asked. For separate facts, of which all"
+    " should be trained, add --kind facts",
+}
+
+
+def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[tuple[str, str]]) -> None:
+    """Write a copied recipe with the user's model, and with room for the longest example."""
+    from ..core.document import parse, with_modeline
+    from ..launch.environment import has_gpu
+
+    # Line by line and not as YAML: the comments of these recipes are what they are for.
+    lines = file.read_text(encoding="utf-8").splitlines()
+    values: dict[str, str] = {}
+    if model:  # at the rates of a run without a recipe
+        task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
+        start = parse(
+            (shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, ""
+        ).content
+        rate = f"{start['optimizer']['lr']:.1e}".replace("e-0", "e-")
+        values = {"lr": rate, "num_train_epochs": str(start["trainer"]["num_train_epochs"])}
+        values |= {"bf16": "true"} if has_gpu() else {}
+        values |= {"name_or_path": json.dumps(model)} if task == "sft" else {}
+        values |= {"max_length": str(start["trainer"]["max_length"])}
+    elif pairs:  # a token is a byte; the template has about forty more
+        longest = max(len((prompt + reply).encode()) for prompt, reply in pairs) + 64
+        values = {"max_length": str(min(max(512, -(-longest // 128) * 128), TINY_LENGTH))}
+    keys = [line.partition(":")[0].strip() for line in lines]
+    lines = [
+        f"  {key}: {values[key]}" if key in values else line
+        for key, line in zip(keys, lines, strict=True)
+        if not (model and (key == "init_seed" or (key == "use_cpu" and has_gpu())))
+    ]
+    file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
+
+
+TINY_LENGTH = 1024
+"""The positions of configs/models/tiny."""
 FOLDERS = {
     "quickstart": "on a CPU, offline, in minutes",
     "smollm2-135m": "a small chat model with your data, on a CPU",

@@ -1,160 +1,366 @@
-"""Read a file of questions and answers, and split it into examples and held-out questions."""
+"""Read a user's file, say what it is, and make examples and the questions that judge a training.
+
+The questions follow the file's kind. Facts, such as a FAQ's, are known from training or not at all:
+all are trained, and the trained questions are asked, and those in other words that the file has.
+Behaviour (labels, extraction, style) shows on examples that were not trained on: some are held out.
+"""
 
 import json
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any, Literal
 
-from ..core.errors import UserError, did_you_mean
+from ..core.errors import UserError
+from ..core.figures import short
+from ..core.text import count
+from ..recipe.data_files import MAX_ROWS, SPREADSHEET, data_files, first_records, question_columns
 
-HELD_OUT_SHARE, MAX_HELD_OUT, NUM_CHOICES = 0.2, 100, 4
-"""The share of the examples of `new --data` that becomes questions, their largest number, and the
-choices of each."""
+Kind = Literal["facts", "behaviour"]
+Pair = tuple[str, str]
+"""A question and its answer."""
+Record = dict[str, Any]
+HELD_OUT_SHARE, MAX_QUESTIONS, NUM_CHOICES = 0.2, 100, 4
+"""The share of the examples that is held out, the most questions of a column, and the choices of
+each."""
+MAX_TRAINED = 50
+"""The trained questions that are asked: each costs an answer per model."""
 ENOUGH, MOST_SHARE = 20, 0.35
-"""Questions from which a table has intervals; a small file holds out so many, but at most this
-share."""
-KNOWN_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
-MIN_PAIRS = 20
-"""Examples of which some can be held out."""
+"""Questions from which a table has intervals; of a small file so many are held out, but at most
+this share."""
+MIN_EXAMPLES = 20
+"""Examples that a file must have."""
+MIN_REPHRASED = 5
+"""Variants in a file from which they are asked instead of trained: fewer tell nothing."""
 MAX_ALIKE = 5
-"""Questions with one answer that are taken for variants of one question. The answer of more of them
-is a label."""
-MOST_LABELS = 1 / 3
-"""Different answers per question of a file up to which the answers may be labels."""
-Pairs = list[tuple[str, str]]
+"""Questions with one answer that may be variants of one question. The answer of more of them is a
+label."""
+MIN_COPIED = 0.6
+"""The share of an answer's words that stand in its question, from which it is an extraction."""
+POOL = 2000
+"""Answers among which wrong choices are looked for."""
+TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+SPEAKERS = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+REPHRASE = "  # "
+"""Before the line of a column that waits for the user's questions."""
 
 
-def read_pairs(data: str, question: str | None, answer: str | None) -> tuple[Pairs, list[str]]:
-    """Return the distinct questions of a file with their answers, and what was left out.
+@dataclass(frozen=True)
+class OwnData:
+    """What a file has."""
 
-    Raises UserError if they cannot be read.
+    name: str
+    read_as: str
+    """The columns, and what each is read as."""
+    pairs: list[Pair] = field(default_factory=list)
+    """Distinct questions with their answers."""
+    chats: list[Record] = field(default_factory=list)
+    """All conversations, as they stand in the file; then `pairs` are those of one question."""
+    rejected: dict[str, list[Pair]] = field(default_factory=dict)
+    """Preferred and rejected answers by prompt; then `pairs` are prompts and preferred answers."""
+    notices: list[str] = field(default_factory=list)
+
+
+def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
+    """Return what a .csv, .xlsx or .jsonl file has.
+    Raises UserError if it cannot be read, or has too little.
     """
-    from ..core.text import count
-    from ..recipe.data_files import MAX_ROWS, data_files, first_records, question_columns
-
-    name, file = next(iter(data_files(data).items()))
-    if file.suffix not in (".csv", ".jsonl"):
-        raise UserError(
-            f"{name}: is no .csv or .jsonl file; name a .csv or .jsonl file with questions and"
-            " answers"
-        )
+    name, file = next(iter(data_files(data, (".csv", ".jsonl", SPREADSHEET)).items()))
     if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    known = next((pair for pair in KNOWN_PAIRS if {*pair} <= {*columns}), KNOWN_PAIRS[0])
-    names = (*question_columns(data, question, answer).values(),) or known
-    if missing := [column for column in names if column not in columns]:
-        hint = did_you_mean(missing[0], columns)
-        finding = f"has the columns {', '.join(columns)}, but no column '{missing[0]}'{hint}"
-        raise UserError(f"--data: {data}: {finding}; add --question COLUMN and --answer COLUMN")
-    pairs, incomplete = {}, []
+    for key, (role, content) in TURNS.items():
+        if key in columns and question is None:
+            return _conversations(data, rows, key, role, content)
+    names = question_columns(data, question, answer, rows)
+    chosen, rejected = (names.get(key, "") for key in ("chosen", "rejected"))
+    keys = [names["instruction"], *([chosen, rejected] if chosen else [names["output"]])]
+    texts, incomplete = [], []
     for number, row in enumerate(rows, 1):
-        prompt, reply = (str(row.get(column) or "").strip() for column in names)
+        cells = ["" if row.get(key) is None else str(row[key]).strip() for key in keys]
         # Bytes that are no UTF-8.
-        if any("\ud800" <= letter <= "\udfff" for letter in prompt + reply):
+        if any("\ud800" <= letter <= "\udfff" for letter in "".join(cells)):
             remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
             raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
-        if prompt and reply:
-            pairs.setdefault(prompt, reply)
+        if all(cells):
+            texts.append(cells)
         else:
             incomplete.append(str(number))
     notices = []
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
         notices.append(
-            "left out, because question or answer is empty: record"
-            f" {', '.join(incomplete[:5])}{more}"
+            f"left out, because a cell is empty: record {', '.join(incomplete[:5])}{more}"
         )
-    if repeated := len(rows) - len(incomplete) - len(pairs):
+    pairs: dict[str, str] = {}
+    by_prompt: dict[str, list[Pair]] = defaultdict(list)
+    for prompt, reply, *worse in texts:
+        pairs.setdefault(prompt, reply)
+        if worse and reply != worse[0]:
+            by_prompt[prompt].append((reply, worse[0]))
+    if not chosen and (repeated := len(texts) - len(pairs)):
         notices.append(f"left out, because the question occurs before: {count(repeated, 'record')}")
-    if len(pairs) < MIN_PAIRS:
-        raise UserError(
-            f"--data: {data}: has only {len(pairs)} questions; write at least {MIN_PAIRS} questions"
+    if chosen and (equal := len(texts) - sum(map(len, by_prompt.values()))):
+        notices.append(f"left out, because both answers are equal: {count(equal, 'record')}")
+    read_as = f"column '{keys[0]}' as the question, '{keys[1]}' as the answer"
+    if chosen:
+        read_as = (
+            f"column '{keys[0]}' as the prompt, '{chosen}' as the preferred answer, '{rejected}'"
+            " as the rejected one"
         )
-    return [*pairs.items()], notices
+    ignored = [column for column in columns if column not in keys]
+    read_as += f"; not read: {', '.join(ignored)}" if ignored else ""
+    own = OwnData(name, read_as, [*pairs.items()], [], dict(by_prompt), notices)
+    _refuse_few(
+        data, len(by_prompt) if chosen else len(pairs), "prompts" if chosen else "questions"
+    )
+    if len({reply for _, reply in own.pairs}) == 1:
+        raise UserError(f"--data: {data}: all answers are equal; name a file with several answers")
+    return own
 
 
-def _variants(pairs: Pairs) -> list[Pairs]:
-    """Return the pairs in groups that stay on one side of the split: equal words in a question, or
-    one answer.
+def _refuse_few(data: str, num: int, noun: str) -> None:
+    if num < MIN_EXAMPLES:
+        raise UserError(
+            f"--data: {data}: has only {num} {noun}; write at least {MIN_EXAMPLES} {noun}"
+        )
 
-    A model that was trained on a variant of a held-out question knows its answer.
-    """
+
+def _conversations(data: str, rows: list[Record], key: str, role: str, content: str) -> OwnData:
+    """Return conversations; the test asks those of one question and one answer."""
+    pairs: dict[str, str] = {}
+    for row in rows:
+        turns = row.get(key) or []
+        roles = [SPEAKERS.get(str(turn.get(role, turn.get("role")))) for turn in turns]
+        texts = [turn.get(content, turn.get("content")) for turn in turns]
+        if roles == ["user", "assistant"] and all(isinstance(text, str) for text in texts):
+            pairs.setdefault(texts[0].strip(), texts[1].strip())
+    _refuse_few(data, len(rows), "conversations")
+    if not pairs:
+        raise UserError(
+            f"--data: {data}: no conversation is one question and its answer, which the test could"
+            " ask; write questions of your own: `soren-align new FOLDER` shows how"
+        )
+    read_as = f"conversations in '{key}'; the test asks those of one question and one answer"
+    return OwnData(data, read_as, [*pairs.items()], chats=rows)
+
+
+def kind_of(pairs: Sequence[Pair]) -> tuple[Kind, str]:
+    """Return what question-answer pairs are, and by what it is seen."""
+    if _are_labels(pairs):
+        return "behaviour", "most answers are labels, which many questions have"
+    copied = sum(
+        len({*_words(reply)} & {*_words(prompt)}) >= MIN_COPIED * len({*_words(reply)}) > 0
+        for prompt, reply in pairs
+    )
+    if copied >= len(pairs) / 2:
+        return "behaviour", "most answers consist of words of their questions"
+    return "facts", "nearly every question has an answer of its own"
+
+
+def _are_labels(pairs: Sequence[Pair]) -> bool:
     numbers = Counter(_words(reply) for _, reply in pairs)
-    # The parents of questions and answers, by their words (union-find).
-    parents: dict[tuple[str, ...], tuple[str, ...]] = {}
+    return sum(numbers[_words(reply)] > MAX_ALIKE for _, reply in pairs) >= len(pairs) / 2
 
-    def root(key: tuple[str, ...]) -> tuple[str, ...]:
-        while parents.setdefault(key, key) != key:
-            key = parents[key]
-        return key
 
-    groups: dict[tuple[str, ...], Pairs] = {}
+def write_questions(
+    target: Path, own: OwnData, kind: Kind, *, is_pretrained: bool
+) -> tuple[list[str], list[str]]:
+    """Write the examples to train on, and the questions and pairs of each column of the suite.
+
+    Returns what the files have, and notices.
+    """
+    # A fixed seed: the same file gives the same folder.
+    draw = random.Random(0)
+    train, columns, notices = _divide(own, kind, draw)
+    files = {f"questions/{column}/test.jsonl": each for column, each in columns.items()}
+    files["chat.jsonl"] = own.chats or [{"instruction": q, "output": a} for q, a in train]
+    lines = [f"chat.jsonl: {count(len(files['chat.jsonl']), 'example')} of {own.name}"]
+    if own.rejected:
+        asked = {record["prompt"] for record in columns["preference"]}
+        files["pairs.jsonl"] = [
+            {"instruction": prompt, "chosen": better, "rejected": worse}
+            for prompt, each in own.rejected.items()
+            if prompt not in asked
+            for better, worse in each
+        ]
+        lines.append(f"pairs.jsonl: {count(len(files['pairs.jsonl']), 'pair')} of {own.name}")
+    else:  # a sample's pairs would be trained beside the user's own data
+        for name in ("pairs.jsonl", "dpo.yaml"):
+            (target / name).unlink()
+    waiting = kind == "facts" and not own.rejected and "rephrased" not in columns
+    if waiting:
+        files["questions/rephrased/test.jsonl"] = [
+            {"question": None, "original": q["question"], "answer": q["answer"]}
+            for q in columns["trained"][:ENOUGH]
+        ]
+        notices.append(
+            "the file asks nothing twice in other words. To test that too, write a question in place"
+            f" of each `null` in {target}/questions/rephrased/test.jsonl, and remove the # before"
+            " `rephrased` in suite.yaml"
+        )
+    for name, records in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (target / name).write_text(text, encoding="utf-8")
+    kept = ["kept"] if is_pretrained else []  # random weights know nothing that could be lost
+    keep_columns(target / "questions", [*columns, *kept], waiting=["rephrased"] if waiting else [])
+    # Without a tokenizer: a token of the tiny model is a byte, and of others at least two.
+    longest = max(len(reply.encode()) for _, reply in own.pairs)
+    file = target / "questions/trained.yaml"
+    num = longest // (2 if is_pretrained else 1) + 32
+    text = file.read_text(encoding="utf-8").replace("max_gen_toks: 200", f"max_gen_toks: {num}")
+    file.write_text(text, encoding="utf-8")
+    sizes = [f"{column} {len(each)}" for column, each in columns.items()]
+    lines.append(f"questions/: {', '.join([*sizes, *['kept 40'] * len(kept)])}")
+    notices += [
+        f"{column}: {len(each)} questions are too few for confidence intervals, which need {ENOUGH}"
+        for column, each in columns.items()
+        if len(each) < ENOUGH
+    ]
+    return lines, notices
+
+
+def keep_columns(questions: Path, columns: Iterable[str], waiting: Sequence[str] = ()) -> None:
+    """Remove the other columns of the suite in `questions`; comment out the `waiting` ones."""
+    suite, kept = questions / "suite.yaml", {*columns, *waiting}
+    lines = []
+    for line in suite.read_text(encoding="utf-8").splitlines():
+        task = match[1] if (match := re.match(r"  - \{task: ([\w-]+)", line)) else ""
+        if not task or task in kept:
+            lines.append(REPHRASE + line.strip() if task in waiting else line)
+    suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    included = {"trained", "choice"}  # by the other tasks' files
+    for file in questions.glob("*.yaml"):
+        if file != suite and file.stem not in kept | included:
+            file.unlink()
+    for file in questions.glob("*/test.jsonl"):
+        if file.parent.name not in kept:
+            file.unlink()
+            file.parent.rmdir()
+
+
+def _divide(
+    own: OwnData, kind: Kind, draw: random.Random
+) -> tuple[list[Pair], dict[str, list[Record]], list[str]]:
+    """Return the pairs to train on, the records of each column, and notices."""
+    columns: dict[str, list[Record]] = {}
+    train, notices = own.pairs, []
+    if own.rejected:
+        prompts = [*own.rejected]
+        held = {*draw.sample(prompts, _num_held_out(len(prompts)))}
+        columns["preference"] = [
+            {"prompt": prompt, "chosen": better, "rejected": worse}
+            for prompt in prompts
+            if prompt in held
+            for better, worse in own.rejected[prompt][:1]
+        ]
+        train = [pair for pair in train if pair[0] not in held]
+    elif own.chats:
+        pass  # turns of several conversations may depend on each other's facts: all are trained
+    elif kind == "facts":
+        others, rephrased = _rephrased(train)
+        if len(rephrased) >= MIN_REPHRASED:
+            train = others
+            columns["rephrased"] = _questions(rephrased)
+            (prompt, _), trained = next(iter(rephrased.items()))
+            notices.append(
+                f"rephrased: {count(len(rephrased), 'question')} with the answer of another one,"
+                f" asked and not trained, such as {short(prompt, 80)!r}, as {short(trained, 80)!r}"
+                " is trained"
+            )
+    else:
+        train, held_out = _held_out(train, draw)
+        columns["held-out"] = _questions(held_out)
+        if not _are_labels(own.pairs):
+            columns["choice"] = _choices(held_out, own.pairs, draw)
+    asked = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
+    return train, {"trained": _questions([train[i] for i in asked])} | columns, notices
+
+
+def _questions(pairs: Iterable[Pair]) -> list[Record]:
+    return [{"question": prompt, "answer": reply} for prompt, reply in pairs]
+
+
+def _num_held_out(num: int) -> int:
+    return min(
+        MAX_QUESTIONS, max(round(HELD_OUT_SHARE * num), min(ENOUGH, round(MOST_SHARE * num)))
+    )
+
+
+def _rephrased(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[Pair, str]]:
+    """Return the pairs to train on, and those to be asked with the trained question that each
+    rephrases: the last of each group of variants."""
+    groups: dict[tuple[str, ...], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[_words(pair[1])].append(pair)
+    asked: dict[Pair, str] = {}
+    for reply, (*others, last) in groups.items():
+        if len(others) < MAX_ALIKE:
+            for other, _ in others:
+                if _are_variants(last[0], other, is_short=len(reply) < 4):
+                    asked[last] = other
+    return [pair for pair in pairs if pair not in asked], asked
+
+
+def _are_variants(one: str, other: str, *, is_short: bool) -> bool:
+    """Return whether two questions with one answer are one question in other words.
+
+    "What colour is the Primo?" and "What colour is the Duo?" are not: they differ in one place. A
+    short answer ("Yes.") may belong to two questions by chance.
+    """
+    words = _words(one), _words(other)
+    changes = [code for code in SequenceMatcher(None, *words).get_opcodes() if code[0] != "equal"]
+    return len(changes) > 1 and (not is_short or _likeness(one, other) >= 0.4)
+
+
+def _held_out(pairs: Sequence[Pair], draw: random.Random) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs to train on and those held out; questions of equal words, and variants of
+    one question, stay on one side."""
+    are_labels = _are_labels(pairs)
+    groups: dict[Any, list[Pair]] = defaultdict(list)
     for prompt, reply in pairs:
-        # The answer of many questions is a label: joining by it would put all of them on one side.
-        if numbers[_words(reply)] <= MAX_ALIKE:
-            parents[root(("question", *_words(prompt)))] = root(("answer", *_words(reply)))
-    for prompt, reply in pairs:
-        groups.setdefault(root(("question", *_words(prompt))), []).append((prompt, reply))
-    return [*groups.values()]
+        groups[_words(prompt) if are_labels else _words(reply)].append((prompt, reply))
+    shuffled, num = [*groups.values()], _num_held_out(len(pairs))
+    draw.shuffle(shuffled)
+    held_out: list[Pair] = []
+    for group in shuffled:
+        if len(held_out) + len(group) <= num:
+            held_out += group
+    asked = {prompt for prompt, _ in held_out}
+    return [pair for pair in pairs if pair[0] not in asked], held_out
+
+
+def _choices(held_out: Sequence[Pair], pairs: Sequence[Pair], draw: random.Random) -> list[Record]:
+    """Return the questions with their answer among those to the most similar questions.
+
+    Answers to unlike questions are wrong at a glance, and answers of other lengths by their length.
+    """
+    pool = draw.sample(pairs, min(len(pairs), POOL))
+    records = []
+    for prompt, reply in held_out:
+        others = {_words(other): (question, other) for question, other in pool}
+        others.pop(_words(reply), None)
+
+        def nearness(pair: Pair, prompt: str = prompt, reply: str = reply) -> float:
+            shorter, longer = sorted((len(reply), len(pair[1])))
+            return _likeness(prompt, pair[0]) + shorter / longer
+
+        wrong = sorted(others.values(), key=nearness, reverse=True)[: NUM_CHOICES - 1]
+        mixed = draw.sample([reply, *(other for _, other in wrong)], len(wrong) + 1)
+        records.append({"question": prompt, "choices": mixed, "answer": reply})
+    return records
+
+
+def _likeness(one: str, other: str) -> float:
+    """Return the share of common words of two texts among the words of both."""
+    a, b = {*_words(one)}, {*_words(other)}
+    return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+", text.casefold()))
-
-
-def write_questions(target: Path, pairs: Pairs) -> tuple[int, list[str]]:
-    """Write the examples to train on, and those held out as questions of both kinds.
-
-    The choices of a question are its answer and answers to others. Returns the number of held-out
-    questions, and what to know about them.
-    """
-    # A fixed seed: the same file gives the same folder.
-    draw, groups = random.Random(0), _variants(pairs)
-    draw.shuffle(groups)
-    num = max(round(HELD_OUT_SHARE * len(pairs)), min(ENOUGH, round(MOST_SHARE * len(pairs))))
-    held_out: Pairs = []
-    train: Pairs = []
-    for group in groups:
-        # Whole groups, as long as they fit.
-        side = held_out if len(held_out) + len(group) <= min(MAX_HELD_OUT, num) else train
-        side += group
-    # One answer of each wording: a variant is no wrong choice.
-    answers = {_words(reply): reply for _, reply in reversed(pairs)}
-    choices, exact = [], []
-    for prompt, reply in held_out:
-        wrong = [other for words, other in answers.items() if words != _words(reply)]
-        others = draw.sample(wrong, min(NUM_CHOICES - 1, len(wrong)))
-        mixed = draw.sample([reply, *others], len(others) + 1)
-        choices.append({"question": prompt, "choices": mixed, "answer": reply})
-        exact.append({"question": prompt, "answer": reply})
-    examples = [{"instruction": prompt, "output": reply} for prompt, reply in train]
-    files = {
-        "chat.jsonl": examples,
-        "questions/choice/test.jsonl": choices,
-        "questions/exact/test.jsonl": exact,
-    }
-    for name, records in files.items():
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        (target / name).write_text("".join(lines), encoding="utf-8")
-    numbers, trained = (
-        Counter(_words(reply) for _, reply in pairs),
-        {_words(reply) for _, reply in train},
-    )
-    untrained = sum(
-        numbers[_words(reply)] > 1 and _words(reply) not in trained for _, reply in held_out
-    )
-    notices = []
-    if untrained and len(numbers) <= MOST_LABELS * len(pairs):
-        notices.append(
-            f"{untrained} of {len(held_out)} held-out questions have an answer that no training"
-            " example has, because questions with the same answer are held out together. If your"
-            " answers are labels, divide the file yourself"
-        )
-    if len(held_out) < ENOUGH:
-        notices.append(
-            f"{len(held_out)} held-out questions are too few for confidence intervals, which need"
-            f" {ENOUGH}"
-        )
-    return len(held_out), notices

@@ -147,6 +147,7 @@ def run_evaluation(
     brief: print those notes alone that put the scores in question.
     """
     from ..evaluate.report.results import refuse_foreign_summary, write_summary
+    from ..publish.answers import describe_answers
     from ..publish.card import write_card
 
     with deferred(), loading(console, "Loading lm-eval"):
@@ -178,7 +179,8 @@ def run_evaluation(
         results = stage.evaluate(
             rows, settings, folder, cache=cache_folder, console=console, notes=[*omitted]
         )
-    stage.print_results(results, folder, console, Terminal(), brief=brief)
+    answers = describe_answers(folder, results) if len(models) == 1 else []
+    stage.print_results(results, folder, console, Terminal(), answers=answers, brief=brief)
     if not output:
         write_card(run)
     if summary:

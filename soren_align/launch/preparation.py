@@ -43,6 +43,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             **provenance(),
         }
         start["extends"] = recipe.extends
+        if recipe._skipped_suite:
+            start["skipped_suite"] = recipe._skipped_suite
         # run.json before recipe.yaml: a kill between the two leaves a run's folder, which the same
         # command takes again.
         folder.replace(**start, **({"parallel_config": config} if config else {}))

@@ -15,11 +15,14 @@ from typing import Any
 from ..core.figures import short
 from ..core.files import is_component
 from ..evaluate.report.results import Results, Row
+from ..evaluate.report.tables import start_of
 from ..run.folder import RunFolder, parse_metrics, read_metrics
 
 NUM_ANSWERS = 3
 MAX_CHARACTERS = 240
 """The longest prompt, and the longest answer, that is shown."""
+MAX_LINE = 100
+"""The longest text of a line in the terminal."""
 MAX_BYTES = 1 << 20
 """The bytes at the beginning and at the end of a file of samples in which they are looked for."""
 
@@ -84,6 +87,24 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
         ):
             return replace(answers, targets=[short(after[key][2], MAX_CHARACTERS) for key in keys])
     return None
+
+
+def describe_answers(folder: Path, results: Results) -> list[str]:
+    """Return lines with three answers of the last row before and after its training; [] if there is
+    no column of generated text.
+    """
+    own = results["rows"][-1]
+    start, _ = start_of(results, own)
+    if own is start or not (answers := of_evaluation(folder, results, own, start)):
+        return []
+    lines = [f"{answers.source.lower()}, before and after"]
+    for prompt, before, after in answers.rows:
+        lines += [
+            short(prompt, MAX_LINE),
+            f"  {answers.before}: {short(before, MAX_LINE)}",
+            f"  {answers.after}: {short(after, MAX_LINE)}",
+        ]
+    return lines
 
 
 def _answers(

@@ -6,19 +6,21 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
-from ..core.errors import MissingError, UserError, did_you_mean
+from ..core.errors import MissingError, UserError, did_you_mean, in_one_line
 from ..core.files import resolve_path
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """Suffixes of data files. All but .parquet may be followed by .gz."""
 PYTHON = "python:"
+SPREADSHEET = ".xlsx"
+"""Read by `new` alone, which makes .jsonl of it."""
 STDLIB = f"{PYTHON}stdlib"
 """The path of the standard library's text: see data.files."""
 STDLIB_SPLITS = ("train", "validation")
@@ -43,7 +45,7 @@ def has_wildcards(path: str) -> bool:
     return any(character in path for character in "*?[")
 
 
-def data_files(path: str) -> dict[str, Path]:
+def data_files(path: str, suffixes: Sequence[str] = SUFFIXES) -> dict[str, Path]:
     """The data files that a path names, in alphabetical order, by their names for messages.
 
     Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are
@@ -63,10 +65,10 @@ def data_files(path: str) -> dict[str, Path]:
             raise UserError(
                 f"{path} is no regular file; name a file of one of these kinds: {FILE_KINDS}"
             )
-        if data_suffix(place) not in SUFFIXES:
+        if data_suffix(place) not in suffixes:
+            kinds = FILE_KINDS if suffixes is SUFFIXES else " or ".join(suffixes)
             raise UserError(
-                f"{path}: '{place.suffix}' files cannot be read; convert the file to one of"
-                f" {FILE_KINDS}"
+                f"{path}: '{place.suffix}' files cannot be read; convert the file to one of {kinds}"
             )
         return {path: place}
     # A slip such as `path: /` must not walk over a whole disk.
@@ -83,7 +85,7 @@ def data_files(path: str) -> dict[str, Path]:
             f"{path}: holds more than {MAX_ENTRIES:,} files and folders; name a smaller folder"
         )
     files = [
-        file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()
+        file for name in entries if data_suffix(file := Path(name)) in suffixes and file.is_file()
     ]
     if not files:
         raise UserError(
@@ -182,46 +184,104 @@ def refuse_unusable_data(
             )
 
 
-def question_columns(
-    path: str, question: str | None = None, answer: str | None = None
-) -> dict[str, str]:
-    """`columns` for a file of questions and answers: these two, else `question` and `answer`, else
-    its only two.
+_QUESTION = (
+    "question questions instruction prompt query ask frage fragen pregunta preguntas domanda domande"
+    " pergunta perguntas vraag vragen pytanie soru вопрос 问题 質問 질문 term begriff"
+)
+_ANSWER = (
+    "answer answers output completion response reply antwort antworten réponse réponses reponse"
+    " respuesta respuestas risposta risposte resposta respostas antwoord odpowiedź odpowiedz cevap"
+    " ответ 答案 回答 답변 definition meaning erklärung"
+)
+_CHOSEN = "chosen preferred good better accepted"
+_REJECTED = "rejected bad worse"
+"""Words of column names, in ten languages."""
+_ASKS = re.compile(r"[?？؟]")
+_KNOWN = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
+Records = Sequence[Mapping[str, Any]]
 
-    Empty if they are known without, or if the file cannot be read. Raises UserError if a column
-    does not exist, or if the file has several that may be the questions.
+
+def question_columns(
+    path: str,
+    question: str | None = None,
+    answer: str | None = None,
+    records: Records | None = None,
+) -> dict[str, str]:
+    """`columns` for a file of questions and answers: these two, or those that names or question
+    marks tell apart.
+
+    records: the file's; None: its first ones are read, and the result is empty if a recipe needs no
+    `columns` for them, or if they cannot be read. Of given records it also has `chosen` and
+    `rejected` in place of `output`, where two columns have these names. Raises UserError if a
+    column does not exist, or if the file has several that may be the questions.
     """
     if (question is None) != (answer is None):
         option = "--question" if question is None else "--answer"
         raise UserError(f"{option}: is missing; write --question COLUMN and --answer COLUMN")
     columns = {"instruction": question, "output": answer} if question and answer else {}
-    try:
-        name, file = next(iter(data_files(path).items()))
-        records = first_records(name, file, {})
-    except (UserError, OSError):
-        return columns
+    is_first = records is None
+    if records is None:
+        try:
+            name, file = next(iter(data_files(path).items()))
+            records = first_records(name, file, {})
+        except (UserError, OSError):
+            return columns
     names = list(dict.fromkeys(column for record in records for column in record))
     if missing := next((column for column in columns.values() if column not in names), None):
         hint = did_you_mean(missing, names, "write one of these columns")
         raise UserError(
             f"--data: {path}: has the columns {', '.join(names)}, but no column '{missing}'{hint}"
         )
-    if (
-        columns
-        or not records
-        or {*names} & {*get_args(Column)}
-        or len(pair := longest_texts(records[0])) < 2
-    ):
+    if columns or not records:
         return columns
-    # Only where the meaning is plain: two columns, or these two names. Of three columns, any choice
-    # would train something silently.
-    if {"question", "answer"} <= {*names}:
-        pair = ["question", "answer"]
-    elif len(names) > 2:
-        options = shlex.join(("--question", pair[0], "--answer", pair[1]))
-        remedy = f"add --question COLUMN --answer COLUMN, such as {options}"
-        raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
-    return dict(zip(("instruction", "output"), pair, strict=True))
+    if is_first and ({*names} & {*get_args(Column)} or len(longest_texts(records[0])) < 2):
+        return columns
+    if not is_first and (pair := _named(names, _CHOSEN, _REJECTED)):
+        prompts = [name for name in names if _has_word(name, _QUESTION) and name not in pair]
+        if len(prompts) == 1:
+            return {"instruction": prompts[0], "chosen": pair[0], "rejected": pair[1]}
+    known = next(([*pair] for pair in _KNOWN if {*pair} <= {*names}), None)
+    if pair := known or _named(names, _QUESTION, _ANSWER) or _of_two(names, records):
+        return dict(zip(("instruction", "output"), pair, strict=True))
+    # A guess would train something silently: numbers of rows, or answers as questions.
+    example = longest_texts(
+        {key: value for key, value in records[0].items() if not str(value).strip().isdecimal()}
+    )
+    words = ("--question", example[0], "--answer", example[1]) if len(example) == 2 else ()
+    remedy = "add --question COLUMN --answer COLUMN" + f", such as {shlex.join(words)}" * bool(
+        words
+    )
+    raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
+
+
+def _has_word(name: str, words: str) -> bool:
+    return not {*words.split()}.isdisjoint(re.findall(r"[^\W\d_]+", name.casefold()))
+
+
+def _named(names: Sequence[str], first: str, second: str) -> list[str] | None:
+    """The one column with a word of `first`, and the one with a word of `second`."""
+    others = [name for name in names if _has_word(name, second)]
+    firsts = [name for name in names if _has_word(name, first) and name not in others]
+    return [*firsts, *others] if len(firsts) == len(others) == 1 else None
+
+
+def _of_two(names: Sequence[str], records: Records) -> list[str] | None:
+    """The two columns, if there are no others, both have texts, and a name or the question marks
+    tell which is which."""
+    texts = {name: [str(record.get(name) or "").strip() for record in records] for name in names}
+    if len(names) != 2 or any(
+        all(map(str.isdecimal, filter(None, each))) for each in texts.values()
+    ):
+        return None
+    for name, other in (names, names[::-1]):
+        if _has_word(name, _QUESTION) or _has_word(other, _ANSWER):
+            return [name, other]
+    shares = [
+        sum(bool(_ASKS.search(text)) for text in texts[name]) / len(records) for name in names
+    ]
+    if abs(shares[0] - shares[1]) < 0.3:
+        return None
+    return [*names] if shares[0] > shares[1] else [*names[::-1]]
 
 
 MAX_ROWS = 100_000
@@ -241,6 +301,8 @@ def first_records(
     num_lines = min(limit, most) if isinstance(limit, int) else most
     try:
         with file.open("rb") as stream:
+            if file.suffix == SPREADSHEET:
+                return _spreadsheet(name, stream)
             refuse_wide_characters(name, stream.read(4))
             if file.suffix == ".csv":
                 return _first_rows(name, file, num_lines, is_whole)
@@ -268,6 +330,39 @@ def first_records(
     return records
 
 
+def _spreadsheet(name: str, stream: BinaryIO) -> list[dict[str, Any]]:
+    """The rows of the only sheet that has any; its first row names the columns."""
+    try:
+        import openpyxl
+    except ImportError:
+        raise UserError(
+            f"{name}: to read spreadsheets, run `pip install 'soren-align[spreadsheets]'`, or save"
+            " the sheet as CSV in UTF-8"
+        ) from None
+    try:
+        book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
+        sheets = {
+            sheet.title: [row for row in islice(sheet.values, MAX_ROWS + 1) if any(row)]
+            for sheet in book.worksheets
+        }
+    # Of a damaged file it raises what zip, XML and its own readers raise.
+    except Exception as error:
+        raise UserError(
+            f"{name}: is no spreadsheet that can be read: {in_one_line(error, 100)}; save it again"
+            " as .xlsx, or as CSV in UTF-8"
+        ) from None
+    full = {title: rows for title, rows in sheets.items() if rows}
+    if len(full) != 1:
+        found = f"{len(full)} sheets with rows" + f": {', '.join(full)}" * bool(full)
+        raise UserError(f"{name}: has {found}; save the one to be read as a file of its own")
+    header, *rows = full.popitem()[1]
+    width = max((i for i, cell in enumerate(header, 1) if cell is not None), default=0)
+    names = ["" if cell is None else str(cell).strip() for cell in header[:width]]
+    refuse_repeated_names(name, names)
+    cells = (["" if cell is None else str(cell) for cell in row[:width]] for row in rows)
+    return [dict(zip(names, row, strict=False)) for row in cells if any(row)]
+
+
 def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[dict[str, Any]]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         # utf-8-sig: spreadsheets write a byte order mark, which would be a part of the first
@@ -293,12 +388,17 @@ def csv_columns(name: str, head: str) -> tuple[list[str], str]:
     # Spreadsheets export semicolons where the comma is the decimal sign.
     delimiter = max(",;\t", key=head.count)
     names = next(csv.reader([head], delimiter=delimiter), [])
-    if len(names) != len(set(names)) or "" in names:
-        listed = ", ".join(names)[:200]
+    refuse_repeated_names(name, names)
+    return names, delimiter
+
+
+def refuse_repeated_names(name: str, columns: Sequence[str]) -> None:
+    """Raise UserError if the columns of a file have no names, or two the same."""
+    if len(columns) != len(set(columns)) or "" in columns:
+        listed = ", ".join(columns)[:200]
         raise UserError(
             f"{name}:1: a column's name is empty or occurs twice in: {listed}; write each name once"
         )
-    return names, delimiter
 
 
 def refuse_wide_characters(name: str, start: bytes) -> None:
@@ -336,7 +436,7 @@ def example_of_names(example: dict[str, Any], task: str) -> str:
     )
 
 
-def longest_texts(example: dict[str, Any]) -> list[str]:
+def longest_texts(example: Mapping[str, Any]) -> list[str]:
     """The two columns with the longest texts, in the example's order: an id is shorter.
     None beside turns.
     """

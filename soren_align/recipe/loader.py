@@ -81,6 +81,7 @@ def load(
         notify(f"--model {values['--model']}: ignored model.init_seed, which makes random weights")
         del model["init_seed"]
     settings += source.settings(overrides or [])
+    suite = value_at(source.content, ("eval", "suite"))
     # A name changes which keys a section may have: keys of the file that the new optimizer or map
     # lacks are dropped before --set is applied, so that those of --set are never dropped.
     for at, union in UNIONS.items():
@@ -103,7 +104,10 @@ def load(
             f"{setting.text}: extends cannot be set here; write this key into a recipe's file"
         )
     _name_columns(source, name_or_path, task, columns, notify)
-    return _checked(source, task)
+    recipe = _checked(source, task)
+    if recipe.eval is None and isinstance(suite, str):
+        recipe._skipped_suite = suite
+    return recipe
 
 
 def _source(
@@ -288,6 +292,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     raw, lines = source.content, source.lines
     base_name = raw.get("extends")
     # A map's file is looked for beside the recipe that names it, and then in the working directory.
+    for key in BESIDE:
+        _look_beside(path, raw, key, notify)
     own_map = value_at(raw, ("optimizer", "map"))
     if isinstance(own_map, dict) and isinstance(file := own_map.get("file"), str):
         beside = local_path(path.parent / file)
@@ -319,6 +325,29 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     raw["extends"] = [base_name, *base.content.pop("extends", [])]
     _merge(base.content, raw, notify)
     return Document(base.content, base.lines | lines)
+
+
+BESIDE: tuple[Key, ...] = (
+    *(("data", split, *end) for split in ("train", "eval") for end in ((), ("path",))),
+    ("model", "name_or_path"),
+    ("run", "samples", "prompts"),
+    ("eval", "suite"),
+)
+"""Keys whose paths are looked for in the working directory, and then beside the recipe."""
+
+
+def _look_beside(path: Path, raw: dict[str, Any], key: Key, notify: Notify) -> None:
+    """Make a path of a recipe one beside this recipe, if it exists only there."""
+    parent, text = value_at(raw, key[:-1]), value_at(raw, key)
+    if not isinstance(parent, dict) or not isinstance(text, str) or "\0" in text:
+        return
+    beside, here = path.parent / text, Path(text)
+    if not beside.exists() or beside.resolve() == here.resolve():
+        return
+    if here.exists():
+        notify(f"{path} {dotted(key)}: {here} is read; {beside} exists too, beside the recipe")
+    elif text not in shipped.suites():
+        parent[key[-1]] = str(beside)
 
 
 def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from ..core.document import Section
 from ..core.errors import UserError
@@ -119,6 +119,8 @@ class Recipe(Section):
     run: "Run"
     eval: "Eval | None" = None
     """null: no evaluation after training."""
+    _skipped_suite: str | None = PrivateAttr(default=None)
+    """The suite of the recipe's evaluation, if a setting such as --no-eval leaves it out."""
 
     @classmethod
     def key_elsewhere(cls, name: str) -> list[str]:

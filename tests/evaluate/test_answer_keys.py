@@ -50,7 +50,7 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(own_suite, tmp
 
 def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
     shutil.copytree(shipped.ROOT / "configs/new/questions", tmp_path / "suite")
-    with (tmp_path / "suite/exact/test.jsonl").open("a") as stream:
+    with (tmp_path / "suite/rephrased/test.jsonl").open("a") as stream:
         stream.write('{"question": "Who?", "answer": "Me"},\n')
-    with pytest.raises(UserError, match=r"exact/test.jsonl:3: is not JSON: Extra data at column 37"):
+    with pytest.raises(UserError, match=r"rephrased/test.jsonl:5: is not JSON: Extra data at column 37"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from soren_align import recipe
@@ -307,12 +308,25 @@ def test_a_runs_own_recipe_can_be_read_from_anywhere(write, tmp_path, monkeypatc
     (tmp_path / "chat.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     loaded = recipe.load(write(GOOD.replace("org/data", "chat.jsonl")))
-    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml(loaded))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("resolved.yaml").write_text(recipe.to_yaml(loaded))
     with pytest.raises(UserError):
-        recipe.load(str(tmp_path / "resolved.yaml"))
-    assert recipe.load_resolved(tmp_path / "resolved.yaml") == loaded
+        recipe.load("resolved.yaml")
+    assert recipe.load_resolved("resolved.yaml") == loaded
+
+
+def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_recipe(write, tmp_path, monkeypatch):
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+    path, notices = write(GOOD.replace("org/data", "chat.jsonl")), []
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert recipe.load(path, notify=notices.append).data.train.path == str(tmp_path / "chat.jsonl")
+    assert notices == []
+    Path("chat.jsonl").write_text("{}\n")
+    assert recipe.load(path, notify=notices.append).data.train.path == "chat.jsonl"
+    (notice,) = notices
+    assert notice.endswith(f"chat.jsonl is read; {tmp_path}/chat.jsonl exists too, beside the recipe")
 
 
 MIXED = GOOD.replace("{path: org/data}", "[{path: org/data}, {path: org/more, weight: 0.25, split: train_sft}]")

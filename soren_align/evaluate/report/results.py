@@ -118,6 +118,8 @@ class Results(TypedDict):
     published: list[PublishedRow]
     settings: Settings
     notes: list[str]
+    about: NotRequired[dict[str, str]]
+    """What a column's questions are."""
     intervals: NotRequired[bool]
     """Whether a table shows a score's interval in place of its standard error."""
 

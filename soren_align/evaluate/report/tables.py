@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...core.figures import FONT, Colors, short, style_axes, write_pictures
-from ...core.text import Table, p_value, without_html
+from ...core.text import Table, join_words, p_value, without_html
 from .results import Interval, PublishedRow, Results, Row
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ MIN_QUESTIONS = 20
 """Below it an interval covers nearly all that is possible, [-45.6, +85.6] of five questions: it is
 not shown."""
 TOO_FEW = "too few questions"
+MAX_COUNTS = 6
+"""The most columns of the sentence over the table."""
 MAX_BELOW = 4
 """Panels of the figure below each other; more stand in two columns."""
 INCHES, DPI = 5.2, 200
@@ -73,11 +75,13 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
     brief: with those notes alone that put the scores in question.
     """
     columns = list(results["rows"][0]["scores"])
-    parts: list[Any] = [Text(f"{results['title']}, {_unit(results)}", style="bold")]
+    parts: list[Any] = [Text(f"{sentence}\n") for sentence in [headline(results)] if sentence]
+    parts += [Text(f"{results['title']}, {_unit(results)}", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
         parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
     footer = RichTable.grid(padding=(0, 1))
-    for note in warnings(results) if brief else notes(results, brief=True):
+    about = [f"{column}: {text}" for column, text in results.get("about", {}).items()]
+    for note in [*about, *(warnings(results) if brief else notes(results, brief=True))]:
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, *[footer] * bool(footer.rows))
 
@@ -90,6 +94,7 @@ def markdown(results: Results, *, fold: bool = False) -> str:
     lines = [
         f"# {without_html(results['title'])}",
         "",
+        *[f"{sentence}\n" for sentence in [without_html(headline(results))] if sentence],
         f"{_unit(results).capitalize()}.",
         "",
         table.markdown(),
@@ -97,10 +102,45 @@ def markdown(results: Results, *, fold: bool = False) -> str:
     ]
     begin = ["<details><summary>Notes on these scores</summary>", ""] if fold else []
     end = ["", "</details>"] if fold else []
-    return (
-        "\n".join([*lines, *begin, *(f"- {without_html(note)}" for note in notes(results)), *end])
-        + "\n"
-    )
+    about = [f"{column}: {text}" for column, text in results.get("about", {}).items()]
+    under = [f"- {without_html(note)}" for note in [*about, *notes(results)]]
+    return "\n".join([*lines, *begin, *under, *end]) + "\n"
+
+
+def headline(results: Results) -> str:
+    """Return in a sentence what the last row answers right, beside the row that it started from.
+
+    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 kept questions (base: 31, no
+    clear change)". "" for one row, many columns, or scores that are no counts of right answers.
+    """
+    own = results["rows"][-1]
+    first, differences = start_of(results, own)
+    scores = {c: score for c, score in own["scores"].items() if "n" in score}
+    if own is first or not differences or not 0 < len(scores) <= MAX_COUNTS:
+        return ""
+    parts = []
+    for column, score in scores.items():
+        values = (score["value"], first["scores"][column]["value"])
+        counts = [value * score["n"] / 100 for value in values]
+        if column not in differences or any(abs(c - round(c)) > 1e-6 for c in counts):
+            return ""
+        after, before = (f"{round(count):,}" for count in counts)
+        finding = ""
+        if after != before and has_too_few(own, column):
+            finding = ", too few to tell"
+        elif after != before and differences[column]["p_holm"] >= 0.05:
+            finding = ", no clear change"
+        noun = "pairs" if column == "preference" else f"{column} questions"
+        parts.append(f"{after} of {score['n']:,} {noun} ({first['name']}: {before}{finding})")
+    return f"{own['name']} is right on {join_words(parts)}."
+
+
+def start_of(results: Results, own: Row) -> tuple[Row, dict[str, Any]]:
+    """Return the row that `own` started from, or else the first, and the differences from it."""
+    rows, start = {row["name"]: row for row in results["rows"]}, own.get("start")
+    if start and start["name"] in rows:
+        return rows[start["name"]], start["differences"]
+    return results["rows"][0], own.get("differences") or {}
 
 
 def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
@@ -110,10 +150,7 @@ def gains(results: Results, own: Row) -> tuple[Row, list[str]]:
     "zoo_mc: 100.0, from 20.0: +80.0 [+71.1, +86.3], better (120 questions)". Where the table has no
     row of the start, the first one takes its place.
     """
-    rows, start = {row["name"]: row for row in results["rows"]}, own.get("start")
-    first, differences = results["rows"][0], own.get("differences") or {}
-    if start and start["name"] in rows:
-        first, differences = rows[start["name"]], start["differences"]
+    first, differences = start_of(results, own)
     lines = []
     for column, score in own["scores"].items():
         count = f" ({score['n']:,} question{'s' * (score['n'] != 1)})" if "n" in score else ""
@@ -223,6 +260,9 @@ def has_too_few(row: Row, column: str) -> bool:
 def _difference(d: Any, is_too_few: bool) -> list[str]:
     """Return a difference with its interval, and its p-value."""
     last = TOO_FEW if is_too_few else f"{'* ' if d['p_holm'] < 0.05 else ''}{p_value(d['p_holm'])}"
+    if not is_too_few and d["p_holm"] > 0.9995:
+        # "p 1.000" says the same to fewer readers.
+        last = "not distinguishable" if d["value"] else "unchanged"
     return [_interval(d, is_too_few), last]
 
 

@@ -26,6 +26,7 @@ from ..report import tables
 from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign
 from ..stats.paired import points_json
 from ..stats.significance import compare, compare_pairs, refuse_unlike, unpaired
+from ..suite.answer_match import match_rule
 from ..suite.suites import Suite, check_suite, load_published, suite_of
 from ..suite.tasks import Tasks, num_questions
 from .backends import require_backend
@@ -124,6 +125,7 @@ def evaluate(
         "published": published,
         "settings": cast(Any, evaluated[0][1].settings | settings),
         "notes": [*suite.notes, *notes],
+        "about": {task.column: task.about for task in suite.tasks if task.about},
     }
     points = points_json(dict(evaluated))
     results["points_sha256"] = hashlib.sha256(points.encode()).hexdigest()
@@ -197,6 +199,9 @@ def _compact(sample: dict[str, Any]) -> dict[str, Any]:
     )
     first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample.get("metrics", ()))
     content = {key: value for key, value in sample.items() if key not in omitted} | arguments
+    if "answer_match" in sample and isinstance(sample["target"], str):
+        # A reader of the samples sees why an answer counts as right.
+        content["matched_by"] = match_rule(sample["filtered_resps"][0], sample["target"])
     return {key: content[key] for key in first if key in content} | content
 
 
@@ -206,15 +211,19 @@ def print_results(
     console: Console,
     table: Console | None = None,
     *,
+    answers: Sequence[str] = (),
     brief: bool = False,
 ) -> None:
     """Print the table on `table` (None: on `console`), then the folder of the results on `console`.
 
-    brief: with those notes alone that put the scores in question.
+    answers: lines below the table, with some of the models' answers. brief: with those
+    notes alone that put the scores in question.
     """
     table = table or console
     table.print()
     table.print(tables.terminal(results, brief=brief), highlight=False)
+    if answers:
+        print_labelled(table, "answers", *answers)
     files = [
         "table.md (all notes)",
         *["scores.png"] * (output / "scores.png").is_file(),

@@ -88,6 +88,7 @@ def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, 
         is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in (
             "acc",
             "acc_norm",
+            "acc_bytes",
         )
         if not is_accuracy or subtask.config.process_results is not None:
             return {}

@@ -76,6 +76,8 @@ class SuiteTask(Section):
     file: Place = Field(default_factory=lambda values: f"{values.get('task', '')}.yaml")
     """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's
     tasks."""
+    about: str = ""
+    """What the column's questions are, for a line under the table."""
     filter: str = "none"
     """The task's filter for responses before they are scored."""
     cluster: str | None = None

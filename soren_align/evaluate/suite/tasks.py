@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from lm_eval.api.group import Group
+from lm_eval.api.registry import register_metric
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -20,8 +21,12 @@ from ...core.errors import UserError, closest, in_one_line
 from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
+from .answer_match import answer_match
 from .sandbox import documents, loading, rendering
 from .suites import Suite, SuiteTask, refuse_missing_packages
+
+# Task files may name it, as any metric of lm-eval.
+register_metric(metric="answer_match", higher_is_better=True, aggregation="mean")(answer_match)
 
 Tasks = dict[str, Task | Group]
 """Each column's task, or a group of tasks (MMLU's 57 subjects)."""
