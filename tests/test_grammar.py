@@ -148,15 +148,15 @@ def test_sft_and_new_read_the_same_columns_of_a_file(run, model, tmp_path, names
 
 @pytest.mark.parametrize("command", [["sft", "--model", "./model", "--output", "out"], ["new", "mine"]])
 @pytest.mark.parametrize(("options", "message"), [
-    ([], "--data: a.csv: found the columns id, ask, reply; add --question COLUMN --answer COLUMN, such as --question "
-     "ask --answer reply"),
-    (["--question", "ask"], "--answer: is missing; write --question COLUMN and --answer COLUMN"),
-    (["--answer", "ask"], "--question: is missing; write --question COLUMN and --answer COLUMN"),
-    (["--question", "aks", "--answer", "reply"],
-     "--data: a.csv: has the columns id, ask, reply, but no column 'aks'; did you mean 'ask'?"),
+    ([], "--data: a.csv: found the columns id, left, right; add --question COLUMN --answer COLUMN, such as --question "
+     "left --answer right"),
+    (["--question", "left"], "--answer: is missing; write --question COLUMN and --answer COLUMN"),
+    (["--answer", "left"], "--question: is missing; write --question COLUMN and --answer COLUMN"),
+    (["--question", "lefd", "--answer", "right"],
+     "--data: a.csv: has the columns id, left, right, but no column 'lefd'; did you mean 'left'?"),
 ])  # fmt: skip
 def test_sft_and_new_refuse_columns_in_the_same_words(run, model, tmp_path, command, options, message):
-    write_three_columns(tmp_path / "a.csv", "id,ask,reply")
+    write_three_columns(tmp_path / "a.csv", "id,left,right")
     refused = run(*command, "--data", "a.csv", *options)
     assert (refused.code, refused.err) == (2, f"error: {message}\n")
 

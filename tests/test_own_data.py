@@ -25,7 +25,8 @@ from tests.support.tiny_models import make_reader
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/own-data.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-BLOCKS = [block.group() for block in re.finditer(r"^(?:    .*\n|\n(?=    ))+", TEXT, re.MULTILINE)]
+INDENTED = re.compile(r"^(?:    .*\n|\n(?=    ))+", re.MULTILINE)
+BLOCKS = INDENTED.findall(re.sub(r"^```.*?^```\n", "", TEXT, flags=re.DOTALL | re.MULTILINE))
 COMMANDS = [line.strip() for block in BLOCKS for line in block.splitlines() if line.startswith("    soren-align")]
 NEW = shipped.ROOT / "configs/new"
 
@@ -55,9 +56,29 @@ def test_every_command_of_the_page_prints_what_it_shows(outputs):
     assert len(COMMANDS) == 10
     printed = words("\n".join(outputs.texts))
     shown = [block for block in BLOCKS if "soren-align" not in block]
-    assert len(shown) == 3
+    assert len(shown) == 2
     for part in re.split(r"\n\n|\n *\.\.\.\n", "\n\n".join(shown)):
         assert words(part) in printed
+
+
+@pytest.mark.rest
+@pytest.mark.model
+def test_the_sentence_over_the_table_is_true_of_the_answers(outputs):
+    samples, counts = outputs.folder / "runs/sft/eval/questions/samples", {}
+    for row in ("base", "SFT"):
+        answers = read(samples / row / "trained.jsonl")
+        right = [a["filtered_resps"][0].strip().casefold() == a["doc"]["answer"].casefold() for a in answers]
+        assert [bool(a["matched_by"]) for a in answers] == right
+        counts[row] = sum(right)
+    assert counts["base"] == 0
+    assert counts["SFT"] >= 7  # of 8, which are trained 40 times
+    sentence = f"SFT is right on {counts['SFT']} of 8 trained questions (base: 0, too few to tell), "
+    printed = [words(text) for text in outputs.texts]
+    assert sum(sentence in text for text in printed) == 2  # of `sft` and `eval`
+    assert (
+        "answers evenly spaced questions of trained, before and after When do you open? base: (empty) SFT: At"
+        in printed[3]
+    )
 
 
 @pytest.mark.rest

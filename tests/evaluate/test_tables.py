@@ -70,7 +70,13 @@ def test_few_questions_have_no_interval_and_no_p():
 
 @pytest.mark.parametrize(
     ("p_holm", "shown"),
-    [(0.0, "* p < 0.001"), (0.00099, "* p < 0.001"), (0.0124, "* p 0.012"), (0.05, "p 0.050"), (1.0, "p 1.000")],
+    [
+        (0.0, "* p < 0.001"),
+        (0.00099, "* p < 0.001"),
+        (0.0124, "* p 0.012"),
+        (0.05, "p 0.050"),
+        (1.0, "not distinguishable"),
+    ],
 )
 def test_the_p_that_is_shown_and_starred_is_the_corrected_one(p_holm, shown):
     results = make_results(1, 2, average=False)
