@@ -17,7 +17,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 STYLE = re.compile("\x1b\\[[0-9;]*m")
 COLOR = re.compile("\x1b\\[[0-9;]*(3[0-7]|38|9[0-7])[;m]")
 PLAIN = {"TERM": "dumb", **dict.fromkeys(("NO_COLOR", "COLORTERM", "FORCE_COLOR", "TTY_COMPATIBLE"))}
-STARTED = re.compile(r"20\d\d-\d\d-\d\dT\S+")
+STARTED = re.compile(r"20\d\d-\d\d-\d\d(?:T\S+|(?= ))")
 RECIPE = """\
 task: sft
 model: {name_or_path: "shipped:configs/models/tiny", init_seed: 1, load_in_4bit: true}
@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def screen(folder, commands, columns=80, *, is_terminal=True, **env):
-    """Everything that the commands print, each after its prompt; the working folder's path is FOLDER, a time TIME.
+    """Everything that the commands print, each after its prompt; the working folder's path is FOLDER, a time or date TIME.
 
     A terminal without styles, unless `env` has another one.
     """

@@ -534,7 +534,7 @@ class _Mistake:
         ]
         content = next((meant for section in sections if (meant := section.meant_by(value))), None)
         if content is None:
-            return "write a section: indented keys below this key"
+            return f"write a section: indented keys below this key, or {dotted(self.key)}.KEY=VALUE"
         # In one line of YAML, without the outer braces of a key: `train: {path: chat.jsonl}`.
         yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
         yaml.default_flow_style, yaml.width = True, 1000

@@ -150,9 +150,7 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
         words = ["soren-align", "new", "NAME", "--model", start, "--data", path]
         if columns and [*columns.values()] != ["question", "answer"]:
             words += ["--question", columns["instruction"], "--answer", columns["output"]]
-        reason = (
-            f"no scores yet: `new` holds out some questions of {path}, and makes a suite of them"
-        )
+        reason = f"no scores yet: `new` makes a recipe and a test of {path}"
         return reason, [*chat, shlex.join(words)]
     for results in evaluations:
         own = results["rows"][-1]
@@ -215,7 +213,7 @@ def runs(folder: str, *, as_json: bool = False) -> None:
             }
         except UserError as error:
             reason = in_one_line(error, 200).removeprefix(f"{run}/")
-            rows.append([str(run), "damaged", "", "", "", ""])
+            rows.append([str(run), "damaged", *[""] * 5])
             values.append({"run": str(run), "status": "damaged", "error": reason})
             continue
         training = record.get("training", {})
@@ -235,14 +233,15 @@ def runs(folder: str, *, as_json: bool = False) -> None:
             number(loss, ".4g") for loss in (training.get("last_loss"), held_out[-1].get("loss"))
         )
         steps = f"{training['steps']:,}" if "steps" in training else "-"
-        rows.append([str(run), record["status"], record["task"], steps, *losses])
+        date = str(record.get("started", "-"))[:10]
+        rows.append([str(run), record["status"], record["task"], date, steps, *losses])
     if not rows:
         raise UserError(NO_RUNS.format(folder))
     if as_json:
         sys.stdout.write(json.dumps(values, indent=2) + "\n")
         return
     console = Terminal()
-    head = ["run", "status", "task", "steps", "training\nloss", "held-out\nloss"]
+    head = ["run", "status", "task", "started", "steps", "training\nloss", "held-out\nloss"]
     console.print(Table(head, rows, align="lll").rich())
     for run in (run for run in values if "error" in run):
         print_labelled(console, "damaged", f"{run['run']}: {run['error']}")

@@ -118,12 +118,13 @@ def test_runs_are_listed_with_both_losses_and_a_table_of_scores_for_each_suite(r
     assert values[2]["scores"] == {"own": {"zoo_mc": 100.0}, "quickstart": {"zoo_mc": 100.0}}
     show.runs("runs")
     text, line = capsys.readouterr().out, "run.json:1 cannot be read as JSON: Expecting property name"
+    date = run.record()["started"][:10]
     assert [line.split() for line in text.splitlines() if line] == [
         ["training", "held-out"],
-        ["run", "status", "task", "steps", "loss", "loss"],
-        ["runs/a", "finished", "sft", "600", "0.0023", "-"],
+        ["run", "status", "task", "started", "steps", "loss", "loss"],
+        ["runs/a", "finished", "sft", date, "600", "0.0023", "-"],
         ["runs/c", "damaged"],
-        ["runs/study/trials/b", "finished", "sft", "600", "0.0023", "0.25"],
+        ["runs/study/trials/b", "finished", "sft", date, "600", "0.0023", "0.25"],
         ["damaged", "runs/c:", *line.split()],
         ["enclosed", "in", "double", "quotes;", "correct", "the", "file,", "or", "restore", "a", "copy"],
         ["quickstart,", "%", "zoo_mc"],
@@ -187,6 +188,9 @@ def test_after_a_training_without_scores_the_way_to_scores_comes_next(tmp_path, 
     expected = f"new NAME --model runs/a/start{command}" if command else "eval runs/a --suite SUITE"
     assert text.endswith(f"          soren-align {expected}\n")
     assert "push" not in text
+    run.update(skipped_suite="my questions")
+    show.show("runs/a")
+    assert capsys.readouterr().out.endswith("          soren-align eval runs/a --suite 'my questions'\n")
 
 
 @pytest.mark.parametrize("name", ["missing", "."])

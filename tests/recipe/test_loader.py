@@ -316,6 +316,12 @@ def test_a_runs_own_recipe_can_be_read_from_anywhere(write, tmp_path, monkeypatc
     assert recipe.load_resolved("resolved.yaml") == loaded
 
 
+def test_a_setting_that_leaves_the_evaluation_out_keeps_its_suites_name(write):
+    path = write(GOOD + "eval: {suite: quickstart}\n")
+    assert recipe.load(path)._skipped_suite is None
+    assert recipe.load(path, ["eval=null"])._skipped_suite == recipe.load(path).eval.suite
+
+
 def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_recipe(write, tmp_path, monkeypatch):
     (tmp_path / "chat.jsonl").write_text("{}\n")
     path, notices = write(GOOD.replace("org/data", "chat.jsonl")), []
