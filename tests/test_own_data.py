@@ -72,7 +72,7 @@ def test_the_sentence_over_the_table_is_true_of_the_answers(outputs):
         counts[row] = sum(right)
     assert counts["base"] == 0
     assert counts["SFT"] >= 7  # of 8, which are trained 40 times
-    sentence = f"SFT is right on {counts['SFT']} of 8 trained questions (base: 0, too few to tell), "
+    sentence = f"SFT is right on {counts['SFT']} of 8 trained questions (base: 0, too few to judge), "
     printed = [words(text) for text in outputs.texts]
     assert sum(sentence in text for text in printed) == 2  # of `sft` and `eval`
     assert (
@@ -131,7 +131,7 @@ def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
 
 
 def test_the_general_questions_have_four_choices_in_balanced_places():
-    questions = read(NEW / "questions/kept/test.jsonl")
+    questions = read(NEW / "questions/general/test.jsonl")
     places = [question["choices"].index(question["answer"]) for question in questions]
     assert [places.count(i) for i in range(4)] == [10] * 4
     assert {len({*question["choices"]}) for question in questions} == {4}

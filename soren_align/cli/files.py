@@ -85,7 +85,7 @@ def new(
 
     The folder has two recipes (SFT, then DPO), examples for both, and a suite of questions that
     judges them. You can run the recipes without a change. With --data, examples and questions come
-    from your file: trained questions, the same in other words, or examples that are held out.
+    from your file: trained questions, rephrased ones, or examples that are held out.
     """
     if data is None:
         refuse_options(context, ["question", "answer", "kind"], "without --data", "add --data FILE")
@@ -115,7 +115,7 @@ def new(
         if not own.chats and not own.rejected:
             print_labelled(stderr_console(), "kind", KINDS[kind or looks].format(reason=reason))
     else:
-        columns = ["trained", "rephrased", "preference", *["kept"] * bool(model)]
+        columns = ["trained", "rephrased", "preference", *["general"] * bool(model)]
         keep_columns(target / "questions", columns)
     for file in target.glob("*.yaml"):
         _write_recipe(file, schema, model, own.pairs if own else [])

@@ -1,7 +1,7 @@
-"""Read a user's file, say what it is, and make examples and the questions that judge a training.
+"""Read a user's file, recognize its kind, and make examples and the questions that judge a training.
 
 The questions follow the file's kind. Facts, such as a FAQ's, are known from training or not at all:
-all are trained, and the trained questions are asked, and those in other words that the file has.
+all are trained, and asked again, as well as other wordings in the file.
 Behaviour (labels, extraction, style) shows on examples that were not trained on: some are held out.
 """
 
@@ -35,7 +35,7 @@ this share."""
 MIN_EXAMPLES = 20
 """Examples that a file must have."""
 MIN_REPHRASED = 5
-"""Variants in a file from which they are asked instead of trained: fewer tell nothing."""
+"""Variants in a file from which they are asked instead of trained: fewer show nothing."""
 MAX_ALIKE = 5
 """Questions with one answer that may be variants of one question. The answer of more of them is a
 label."""
@@ -79,9 +79,13 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     names = question_columns(data, question, answer, rows)
     chosen, rejected = (names.get(key, "") for key in ("chosen", "rejected"))
     keys = [names["instruction"], *([chosen, rejected] if chosen else [names["output"]])]
+    # Alpaca's optional column, joined as in a training on the file itself.
+    context = "input" if keys[0] == "instruction" and "input" in columns else ""
     texts, incomplete = [], []
     for number, row in enumerate(rows, 1):
         cells = ["" if row.get(key) is None else str(row[key]).strip() for key in keys]
+        if context and row.get(context):
+            cells[0] += f"\n{row[context]}"
         # Bytes that are no UTF-8.
         if any("\ud800" <= letter <= "\udfff" for letter in "".join(cells)):
             remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
@@ -112,7 +116,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
             f"column '{keys[0]}' as the prompt, '{chosen}' as the preferred answer, '{rejected}'"
             " as the rejected one"
         )
-    ignored = [column for column in columns if column not in keys]
+    ignored = [column for column in columns if column not in (*keys, context)]
     read_as += f"; not read: {', '.join(ignored)}" if ignored else ""
     own = OwnData(name, read_as, [*pairs.items()], [], dict(by_prompt), notices)
     _refuse_few(
@@ -181,11 +185,11 @@ def write_questions(
     files["chat.jsonl"] = own.chats or [{"instruction": q, "output": a} for q, a in train]
     lines = [f"chat.jsonl: {count(len(files['chat.jsonl']), 'example')} of {own.name}"]
     if own.rejected:
-        asked = {record["prompt"] for record in columns["preference"]}
+        held_out = {record["prompt"] for record in columns["preference"]}
         files["pairs.jsonl"] = [
             {"instruction": prompt, "chosen": better, "rejected": worse}
             for prompt, each in own.rejected.items()
-            if prompt not in asked
+            if prompt not in held_out
             for better, worse in each
         ]
         lines.append(f"pairs.jsonl: {count(len(files['pairs.jsonl']), 'pair')} of {own.name}")
@@ -199,7 +203,7 @@ def write_questions(
             for q in columns["trained"][:ENOUGH]
         ]
         notices.append(
-            "the file asks nothing twice in other words. To test that too, write a question in place"
+            "the file has no question in two wordings. To test that too, write another wording in place"
             f" of each `null` in {target}/questions/rephrased/test.jsonl, and remove the # before"
             " `rephrased` in suite.yaml"
         )
@@ -207,8 +211,10 @@ def write_questions(
         (target / name).parent.mkdir(exist_ok=True)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (target / name).write_text(text, encoding="utf-8")
-    kept = ["kept"] if is_pretrained else []  # random weights know nothing that could be lost
-    keep_columns(target / "questions", [*columns, *kept], waiting=["rephrased"] if waiting else [])
+    general = ["general"] if is_pretrained else []  # random weights know nothing that could be lost
+    keep_columns(
+        target / "questions", [*columns, *general], waiting=["rephrased"] if waiting else []
+    )
     # Without a tokenizer: a token of the tiny model is a byte, and of others at least two.
     longest = max(len(reply.encode()) for _, reply in own.pairs)
     file = target / "questions/trained.yaml"
@@ -216,7 +222,7 @@ def write_questions(
     text = file.read_text(encoding="utf-8").replace("max_gen_toks: 200", f"max_gen_toks: {num}")
     file.write_text(text, encoding="utf-8")
     sizes = [f"{column} {len(each)}" for column, each in columns.items()]
-    lines.append(f"questions/: {', '.join([*sizes, *['kept 40'] * len(kept)])}")
+    lines.append(f"questions/: {', '.join([*sizes, *['general 40'] * len(general)])}")
     notices += [
         f"{column}: {len(each)} questions are too few for confidence intervals, which need {ENOUGH}"
         for column, each in columns.items()
@@ -225,21 +231,21 @@ def write_questions(
     return lines, notices
 
 
-def keep_columns(questions: Path, columns: Iterable[str], waiting: Sequence[str] = ()) -> None:
+def keep_columns(questions: Path, names: Iterable[str], waiting: Sequence[str] = ()) -> None:
     """Remove the other columns of the suite in `questions`; comment out the `waiting` ones."""
-    suite, kept = questions / "suite.yaml", {*columns, *waiting}
+    suite, columns = questions / "suite.yaml", {*names, *waiting}
     lines = []
     for line in suite.read_text(encoding="utf-8").splitlines():
         task = match[1] if (match := re.match(r"  - \{task: ([\w-]+)", line)) else ""
-        if not task or task in kept:
+        if not task or task in columns:
             lines.append(REPHRASE + line.strip() if task in waiting else line)
     suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
     included = {"trained", "choice"}  # by the other tasks' files
     for file in questions.glob("*.yaml"):
-        if file != suite and file.stem not in kept | included:
+        if file != suite and file.stem not in columns | included:
             file.unlink()
     for file in questions.glob("*/test.jsonl"):
-        if file.parent.name not in kept:
+        if file.parent.name not in columns:
             file.unlink()
             file.parent.rmdir()
 
@@ -252,14 +258,14 @@ def _divide(
     train, notices = own.pairs, []
     if own.rejected:
         prompts = [*own.rejected]
-        held = {*draw.sample(prompts, _num_held_out(len(prompts)))}
+        held_out = {*draw.sample(prompts, _num_held_out(len(prompts)))}
         columns["preference"] = [
             {"prompt": prompt, "chosen": better, "rejected": worse}
             for prompt in prompts
-            if prompt in held
+            if prompt in held_out
             for better, worse in own.rejected[prompt][:1]
         ]
-        train = [pair for pair in train if pair[0] not in held]
+        train = [pair for pair in train if pair[0] not in held_out]
     elif own.chats:
         pass  # turns of several conversations may depend on each other's facts: all are trained
     elif kind == "facts":
@@ -278,8 +284,8 @@ def _divide(
         columns["held-out"] = _questions(held_out)
         if not _are_labels(own.pairs):
             columns["choice"] = _choices(held_out, own.pairs, draw)
-    asked = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
-    return train, {"trained": _questions([train[i] for i in asked])} | columns, notices
+    chosen = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
+    return train, {"trained": _questions([train[i] for i in chosen])} | columns, notices
 
 
 def _questions(pairs: Iterable[Pair]) -> list[Record]:
@@ -298,17 +304,17 @@ def _rephrased(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[Pair, str]]:
     groups: dict[tuple[str, ...], list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[_words(pair[1])].append(pair)
-    asked: dict[Pair, str] = {}
+    variants: dict[Pair, str] = {}
     for reply, (*others, last) in groups.items():
         if len(others) < MAX_ALIKE:
             for other, _ in others:
                 if _are_variants(last[0], other, is_short=len(reply) < 4):
-                    asked[last] = other
-    return [pair for pair in pairs if pair not in asked], asked
+                    variants[last] = other
+    return [pair for pair in pairs if pair not in variants], variants
 
 
 def _are_variants(one: str, other: str, *, is_short: bool) -> bool:
-    """Return whether two questions with one answer are one question in other words.
+    """Return whether two questions with one answer are two wordings of one question.
 
     "What colour is the Primo?" and "What colour is the Duo?" are not: they differ in one place. A
     short answer ("Yes.") may belong to two questions by chance.
@@ -331,8 +337,8 @@ def _held_out(pairs: Sequence[Pair], draw: random.Random) -> tuple[list[Pair], l
     for group in shuffled:
         if len(held_out) + len(group) <= num:
             held_out += group
-    asked = {prompt for prompt, _ in held_out}
-    return [pair for pair in pairs if pair[0] not in asked], held_out
+    prompts = {prompt for prompt, _ in held_out}
+    return [pair for pair in pairs if pair[0] not in prompts], held_out
 
 
 def _choices(held_out: Sequence[Pair], pairs: Sequence[Pair], draw: random.Random) -> list[Record]:

@@ -208,7 +208,7 @@ def question_columns(
     records: Records | None = None,
 ) -> dict[str, str]:
     """`columns` for a file of questions and answers: these two, or those that names or question
-    marks tell apart.
+    marks distinguish.
 
     records: the file's; None: its first ones are read, and the result is empty if a recipe needs no
     `columns` for them, or if they cannot be read. Of given records it also has `chosen` and
@@ -243,7 +243,7 @@ def question_columns(
     known = next(([*pair] for pair in _KNOWN if {*pair} <= {*names}), None)
     if pair := known or _named(names, _QUESTION, _ANSWER) or _of_two(names, records):
         return dict(zip(("instruction", "output"), pair, strict=True))
-    # A guess would train something silently: numbers of rows, or answers as questions.
+    # A guess would train something silently: row numbers, or answers as questions.
     example = longest_texts(
         {key: value for key, value in records[0].items() if not str(value).strip().isdecimal()}
     )
@@ -267,7 +267,7 @@ def _named(names: Sequence[str], first: str, second: str) -> list[str] | None:
 
 def _of_two(names: Sequence[str], records: Records) -> list[str] | None:
     """The two columns, if there are no others, both have texts, and a name or the question marks
-    tell which is which."""
+    show which is which."""
     texts = {name: [str(record.get(name) or "").strip() for record in records] for name in names}
     if len(names) != 2 or any(
         all(map(str.isdecimal, filter(None, each))) for each in texts.values()
@@ -353,8 +353,8 @@ def _spreadsheet(name: str, stream: BinaryIO) -> list[dict[str, Any]]:
         ) from None
     full = {title: rows for title, rows in sheets.items() if rows}
     if len(full) != 1:
-        found = f"{len(full)} sheets with rows" + f": {', '.join(full)}" * bool(full)
-        raise UserError(f"{name}: has {found}; save the one to be read as a file of its own")
+        finding = f"{len(full)} sheets with rows" + f": {', '.join(full)}" * bool(full)
+        raise UserError(f"{name}: has {finding}; save the one to be read as a file of its own")
     header, *rows = full.popitem()[1]
     width = max((i for i, cell in enumerate(header, 1) if cell is not None), default=0)
     names = ["" if cell is None else str(cell).strip() for cell in header[:width]]

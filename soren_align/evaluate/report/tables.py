@@ -110,7 +110,7 @@ def markdown(results: Results, *, fold: bool = False) -> str:
 def headline(results: Results) -> str:
     """Return in a sentence what the last row answers right, beside the row that it started from.
 
-    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 kept questions (base: 31, no
+    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 general questions (base: 31, no
     clear change)". "" for one row, many columns, or scores that are no counts of right answers.
     """
     own = results["rows"][-1]
@@ -127,7 +127,7 @@ def headline(results: Results) -> str:
         after, before = (f"{round(count):,}" for count in counts)
         finding = ""
         if after != before and has_too_few(own, column):
-            finding = ", too few to tell"
+            finding = ", too few to judge"
         elif after != before and differences[column]["p_holm"] >= 0.05:
             finding = ", no clear change"
         noun = "pairs" if column == "preference" else f"{column} questions"
@@ -261,7 +261,7 @@ def _difference(d: Any, is_too_few: bool) -> list[str]:
     """Return a difference with its interval, and its p-value."""
     last = TOO_FEW if is_too_few else f"{'* ' if d['p_holm'] < 0.05 else ''}{p_value(d['p_holm'])}"
     if not is_too_few and d["p_holm"] > 0.9995:
-        # "p 1.000" says the same to fewer readers.
+        # More readers understand it than "p 1.000".
         last = "not distinguishable" if d["value"] else "unchanged"
     return [_interval(d, is_too_few), last]
 

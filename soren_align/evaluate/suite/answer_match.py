@@ -31,18 +31,18 @@ def match_rule(answer: str, right: str) -> str:
     """
     if answer.strip() == right.strip():
         return "verbatim"
-    given, wanted = [*_words(answer)], [*_words(right)]
-    if not wanted:
+    words, right_words = [*_words(answer)], [*_words(right)]
+    if not right_words:
         return ""  # "?!" has no words: only itself is equal
-    if given == wanted:
+    if words == right_words:
         return "words"
-    given, wanted = _with_numbers(given), _with_numbers(wanted)
-    if given == wanted:
+    words, right_words = _with_numbers(words), _with_numbers(right_words)
+    if words == right_words:
         return "numbers"
-    size = len(wanted)
-    if size <= MAX_SHORT and len(given) - size <= MAX_AROUND:
-        for start in range(len(given) - size + 1):
-            if given[start : start + size] == wanted and not NEGATIONS & {*given[:start][-1:]}:
+    size = len(right_words)
+    if size <= MAX_SHORT and len(words) - size <= MAX_AROUND:
+        for start in range(len(words) - size + 1):
+            if words[start : start + size] == right_words and not NEGATIONS & {*words[:start][-1:]}:
                 return "contained"
     return ""
 
