@@ -261,6 +261,21 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     assert len(load_split(split(tmp_path / "mine/pairs.jsonl"), "dpo").dataset) == 20
 
 
+@pytest.mark.parametrize(("record", "message"), [
+    ({"messages": ["Hi"]}, "record 1, 'messages': is no list of turns; write"),
+    ({"messages": None}, "record 1, 'messages': is no list of turns; write"),
+    ({"messages": [{"role": "user", "content": "Hi"}]}, "no conversation is one question and its answer"),
+    ({"prompt": "Hi", "chosen": [{"content": "a"}] * 3, "rejected": "b"}, "record 1, 'chosen': is no text, nor one"),
+    ({"question": {}, "answer": "a"}, "record 1, 'question': is no text, nor one question and its answer"),
+    (None, "my.jsonl: is empty; name a file"),
+])  # fmt: skip
+def test_new_refuses_what_it_cannot_ask(tmp_path, record, message):
+    (tmp_path / "my.jsonl").write_text(f"{json.dumps(record)}\n" * 30 if record else "")
+    refused = command.run("new", "mine", "--data", "my.jsonl", cwd=tmp_path, code=2)
+    assert message in refused.stderr
+    assert not (tmp_path / "mine").exists()
+
+
 def test_a_spreadsheet_is_read_and_a_damaged_one_or_two_sheets_are_refused(tmp_path):
     book = openpyxl.Workbook()
     for row in [("Frage", "Antwort", None), *FAQ, (None, None)]:

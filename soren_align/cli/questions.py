@@ -70,6 +70,8 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     Raises UserError if it cannot be read, or has too little.
     """
     name, file = next(iter(data_files(data, (".csv", ".jsonl", SPREADSHEET)).items()))
+    if not file.stat().st_size:
+        raise UserError(f"{name}: is empty; name a file with questions and answers")
     if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -83,7 +85,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     context = "input" if keys[0] == "instruction" and "input" in columns else ""
     texts, incomplete = [], []
     for number, row in enumerate(rows, 1):
-        cells = ["" if row.get(key) is None else str(row[key]).strip() for key in keys]
+        cells = [_text(row.get(key), f"--data: {data}: record {number}, '{key}'") for key in keys]
         if context and row.get(context):
             cells[0] += f"\n{row[context]}"
         # Bytes that are no UTF-8.
@@ -127,6 +129,18 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     return own
 
 
+def _text(cell: Any, place: str) -> str:
+    """Return a cell's text; of one question and its answer, as turns, the last one's."""
+    if isinstance(cell, list) and len(cell) in (1, 2) and isinstance(cell[-1], dict):
+        cell = cell[-1].get("content")
+    if isinstance(cell, list | dict):
+        raise UserError(
+            f"{place}: is no text, nor one question and its answer; name this file in a recipe's"
+            " data section, and write questions of your own: `soren-align new FOLDER` shows how"
+        )
+    return "" if cell is None else str(cell).strip()
+
+
 def _refuse_few(data: str, num: int, noun: str) -> None:
     if num < MIN_EXAMPLES:
         raise UserError(
@@ -137,8 +151,13 @@ def _refuse_few(data: str, num: int, noun: str) -> None:
 def _conversations(data: str, rows: list[Record], key: str, role: str, content: str) -> OwnData:
     """Return conversations; the test asks those of one question and one answer."""
     pairs: dict[str, str] = {}
-    for row in rows:
-        turns = row.get(key) or []
+    for number, row in enumerate(rows, 1):
+        turns = row.get(key)
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise UserError(
+                f"--data: {data}: record {number}, '{key}': is no list of turns; write"
+                f' [{{"{role}": "...", "{content}": "..."}}, ...]'
+            )
         roles = [SPEAKERS.get(str(turn.get(role, turn.get("role")))) for turn in turns]
         texts = [turn.get(content, turn.get("content")) for turn in turns]
         if roles == ["user", "assistant"] and all(isinstance(text, str) for text in texts):
