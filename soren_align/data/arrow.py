@@ -42,6 +42,21 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
     return Features(types)
 
 
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow's, whose objects have no null at any depth.
+
+    Arrow gives each object of a column the keys of all others, with null, so that such a key is
+    none of the example's. JSON, in a file or as text in a column, keeps the nulls that it has.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(part) for key, part in value.items() if part is not None}
+        return [cleaned(part) for part in value] if isinstance(value, list) else value
+
+    return {column: cleaned(value) for column, value in row.items()}
+
+
 def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
@@ -51,7 +66,7 @@ def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         for batch in batches:
             for example in batch.to_pylist():
-                yield example | {
+                yield without_nulls(example) | {
                     name: [json.loads(turn) for turn in example[name]]
                     for name in lists
                     if example[name]

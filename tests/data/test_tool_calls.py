@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import trl
 from datasets import Dataset
@@ -80,6 +82,25 @@ def test_every_form_is_the_same_example_with_the_same_tokens(loaded, qwen, form)
 
 
 CALLS = FORMS["OpenAI"]["messages"]
+
+
+def test_keys_that_arrow_filled_with_null_are_absent(write, tmp_path, monkeypatch):
+    def row(name, **arguments):
+        call, schema = {"name": name, "arguments": arguments}, dict.fromkeys(arguments, {"type": "string"})
+        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schema}}}
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, RESULT, LAST]
+        return {"messages": turns, "tools": [tool], "chat_template_kwargs": {f"of_{name}": True}}
+
+    rows = [row("weather", city="Bern"), row("convert", unit="m", size={"depth": 1.5})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    published = Dataset.from_list(rows)
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda *asked: (published, "c0ffee"))
+    paths = (write("rows.jsonl", rows), tmp_path / "rows.parquet", "owner/rows")
+    lines, *others = (list(load_split(split(path), "sft").dataset) for path in paths)
+    assert others == [lines, lines]
+    assert "null" not in json.dumps(lines)
+
+
 INVALID = {
     "messages[1] has a call of 'get_weather' whose arguments are no JSON object":
         [USER, {"role": "assistant", "tool_calls": [{**CALL, "arguments": "{"}]}],
