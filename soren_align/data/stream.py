@@ -36,6 +36,7 @@ from .split import (
     read,
     refuse_other_kinds,
     source_record,
+    unread_notices,
     without_indices,
 )
 
@@ -81,7 +82,12 @@ class StreamedSplit:
         columns = {name: [example.get(name) for example in examples] for name in features}
         dataset = Dataset.from_dict(columns, features=features)
         return LoadedSplit(
-            dataset, self.data_format.description, len(results), dropped, self.source
+            dataset,
+            self.data_format.description,
+            len(results),
+            dropped,
+            self.source,
+            unread_notices(self.config, self.data_format),
         )
 
 

@@ -148,7 +148,7 @@ def _call_problem(call: Any) -> str | None:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if not (isinstance(name, str) and name.strip()):
         return "has a tool call without a name"
-    if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):
+    if not isinstance(arguments, str) or not isinstance(parsed(arguments), dict):
         return f"has a call of {name[:60]!r} whose arguments are no JSON object"
     return None
 
@@ -233,7 +233,7 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
 
     # Tool calls: ShareGPT's function_call has them as text, OpenAI's first format as one object.
     if role == "tool_call":
-        calls = _parsed(content)
+        calls = parsed(content)
         turn |= {"role": "assistant", "content": ""}
         turn["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif "function_call" in turn and "tool_calls" not in turn:
@@ -270,7 +270,7 @@ def _call(call: Any) -> Any:
         return call
     function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments", function.get("parameters"))
-    arguments = {} if arguments in (None, "") else _parsed(arguments)
+    arguments = {} if arguments in (None, "") else parsed(arguments)
     # As text: objects of unlike keys do not fit one Arrow column, and numbers would lose their
     # form.
     if isinstance(arguments, dict):
@@ -279,7 +279,7 @@ def _call(call: Any) -> Any:
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """The JSON in a text; any other value, or a text that is no JSON, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -313,7 +313,7 @@ def options(example: Mapping[str, Any]) -> dict[str, str]:
     texts = {}
     for column in OPTIONS:
         value = example.get(column)
-        value = _parsed(value) if isinstance(value, str) and value.strip() else value
+        value = parsed(value) if isinstance(value, str) and value.strip() else value
         if value in (None, "", [], {}):
             continue
         if column == "tools":

@@ -43,7 +43,7 @@ FORMS = {
         "messages": [
             USER, {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": json.dumps(ARGUMENTS)}},
             {**RESULT, "role": "function"}, LAST],
-        "tools": [FUNCTION]},
+        "functions": [FUNCTION]},
     "LLaMA-Factory": {
         "conversations": [{"from": who, "value": text} for who, text in [*SPOKEN, ("gpt", LAST["content"])]],
         "tools": json.dumps([FUNCTION])},
