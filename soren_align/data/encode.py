@@ -84,15 +84,15 @@ def _encode_texts(
     prompts = columns.get("prompt", [""] * len(columns[names[0]]))
     # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
     eos = str(tokenizer.eos_token)
-    end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
+    end = "" if text_ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
     answers = zip(*(columns[name] for name in names), strict=True)
     for prompt, texts in zip(prompts, answers, strict=True):
         # A text that ends with the end token already gets no second one.
-        sides = [_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
+        sides = [text_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
         if len(sides) == 1 and not ("prompt" in columns and completion_only):
             yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
             continue
-        example = after_prompt(_ids(prompt, tokenizer), sides)
+        example = after_prompt(text_ids(prompt, tokenizer), sides)
         yield example if len(sides) > 1 else example._replace(num_prompt=0)
 
 
@@ -213,6 +213,10 @@ def _tokens(
     return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a text, with one bos at most: a text that a chat template has rendered begins
+    with Llama's, and the tokenizer adds another.
+    """
     ids: Any = tokenizer(text)["input_ids"]
-    return ids
+    bos = tokenizer.bos_token_id
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids

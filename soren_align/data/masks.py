@@ -17,6 +17,10 @@ EMPTY_REASON = "an answer has only tool calls, which the chat template does not 
 follows would be trained as an answer without the call and its result."""
 
 
+CUT_REASON = "the chat template leaves out a part of the last answer, such as its reasoning"
+"""Training on such an example would teach another answer than the data have."""
+
+
 class Tokens(NamedTuple):
     """A conversation's token ids, and for each whether the loss includes it."""
 

@@ -21,7 +21,7 @@ from datasets import Dataset, Features, Value
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
 from ..recipe import STDLIB, DataSplit, TrainSplit, columns_text, is_local
-from ..tasks import OPTIONS, TASKS, TaskName
+from ..tasks import TASKS, TaskName
 from . import formats, hub
 from .arrow import cached_examples, concatenated, examples_of, features_of, has_turns
 from .files import InvalidRecord, LocalFiles, LocalReader, StandardLibrary

@@ -17,11 +17,12 @@ from ..tasks import OPTIONS, TASKS, TaskName
 from .arrow import examples_of, has_turns
 from .cache import cache_key, folder_errors, is_intact, prune, written_whole
 from .encode import encode, has_marks
-from .masks import last_visible
-from .rendering import template_errors
+from .masks import CUT_REASON, last_visible
+from .rendering import Rendering, template_errors
 from .turns import for_template, template_options
 
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
+TEMPLATE_REMEDY = f"{_REMEDY} that prints message['content'] and a stop token after it"
 END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
 
@@ -60,6 +61,7 @@ def check_template(
     assistant_only_loss: bool,
     dataset: Dataset,
     completion_only_loss: bool | None = None,
+    remedy: str = TEMPLATE_REMEDY,
 ) -> list[str]:
     """Check the first example; returns notices, such as of a stop token that is not the template's.
 
@@ -67,6 +69,7 @@ def check_template(
     neither marked by it nor can be derived, or leave out the stop token; and for plain texts, if a
     setting needs conversations.
     assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
+    remedy: for a template that leaves out answers, or their stop token.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     columns, is_sft = dataset.column_names, not TASKS[task].answers
@@ -109,15 +112,16 @@ def check_template(
     notices: list[str] = []
     for chat in chats:
         # Without weights: the template is checked here, and not what a user leaves out of the loss.
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in chat]
+        turns = [
+            {key: value for key, value in turn.items() if key != "weight" and value is not None}
+            for turn in chat
+        ]
         text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
-        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
         # A template that prints no answers would train on prompts alone, with a loss that falls.
-        if answers[-1] not in text:
+        if Rendering(tokenizer, turns, template_options(example)).cut_answers(turns[-1:]):
             raise UserError(
-                f"{name}: the chat template leaves out the assistant's turns: it renders the first"
-                f" example as {text[:120]!r}, without the answer {answers[-1][:60]!r}; {_REMEDY}"
-                " that prints message['content']"
+                f"{name}: {CUT_REASON}: it renders the first example as {text[:120]!r}, without the"
+                f" answer {turns[-1]['content'][:60]!r}; {remedy}"
             )
         if only_assistant and not any(marked):
             raise UserError(
@@ -132,10 +136,11 @@ def check_template(
         added: Any = tokenizer.added_tokens_encoder
         notices = []
         if ids[last] != tokenizer.eos_token_id and end not in added:
-            notices = [
-                "the chat template ends answers without a stop token, so the model will not learn"
-                f" to stop at {eos}"
-            ]
+            finding = "the chat template ends answers without a stop token, so the model will not"
+            # Of other tokens than the answers' there may be one that ends them: the next header.
+            if only_assistant:
+                raise UserError(f"{name}: {finding} learn to stop; {remedy}")
+            notices = [f"{finding} learn to stop at {eos}; {remedy}"]
         elif only_assistant and not marked[last]:
             raise UserError(
                 f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the"

@@ -37,6 +37,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 """The roles -> the keys of their turns beside role, content and weight."""
 EMPTY_ANSWER = "all of an answer"
 """The kind of `left_out` parts that leave nothing of a trained answer."""
+CUT_ANSWER = "a part of the last answer"
 _KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
 _KINDS |= {list: "a list", type(None): "null"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +34,14 @@ from ..core.files import (
     resolve_path,
     write,
 )
-from ..data import encode, set_template, trained_tokenizer, within_vocabulary
+from ..data import (
+    TEMPLATE_REMEDY,
+    check_template,
+    dataset_of,
+    set_template,
+    trained_tokenizer,
+    within_vocabulary,
+)
 from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..recipe.schema import TrainedTokenizer
 from ..run import weights
@@ -199,6 +207,18 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
     return [notice] if notice else []
 
 
+def template_remedy(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to set where the chat template leaves out answers or their stop token: TRL's training
+    template, if it has one of this template.
+    """
+    with contextlib.suppress(Exception):  # TRL does not support the template
+        text = get_training_chat_template(tokenizer)
+        for file in Path(trl.__file__).parent.glob("chat_templates/*_training.jinja"):
+            if file.read_text(encoding="utf-8") == text:
+                return f"set model.chat_template to TRL's training template of this model, {file}"
+    return TEMPLATE_REMEDY
+
+
 TWO_ANSWERS: list[dict[str, Any]] = [
     {"role": role, "content": content}
     for content in ("first", "second")
@@ -206,6 +226,12 @@ TWO_ANSWERS: list[dict[str, Any]] = [
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer
 follows."""
+_REASONED = [
+    turn | {"content": f"<think>\nthought\n</think>\n\n{turn['content']}"}
+    if turn["role"] == "assistant"
+    else turn
+    for turn in TWO_ANSWERS
+]
 
 
 def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
@@ -217,11 +243,11 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
     tokenizer = weights.load_tokenizer(source, revision, place=_named(recipe, source))
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
-    # Try the template on two answers before TRL's variant: a template whose answers can be derived
-    # stays the user's.
+    # Try the template on two answers before TRL's variant: a template whose answers can be derived,
+    # with their reasoning and a stop token, stays the user's.
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
-            list(encode({"messages": [TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
+            check_template(tokenizer, "sft", True, dataset_of([{"messages": _REASONED}]))
         except ValueError:
             # TRL does not support the template, or it fails on a conversation of TRL's:
             # check_template reports it.

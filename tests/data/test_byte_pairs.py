@@ -79,6 +79,23 @@ def test_answers_of_a_pair_have_one_end_token_too(t5):
     assert [side.ids.count(1) for side in adding[0].sides] == [1, 1]
 
 
+@pytest.mark.parametrize(("task", "columns"), [
+    ("sft", {"text": ["a b"]}), ("sft", {"prompt": ["a b"], "completion": [" a"]}),
+    ("dpo", {"prompt": ["a b"], "chosen": [" a"], "rejected": [" b"]}),
+])  # fmt: skip
+def test_a_rendered_text_has_one_start_token_with_a_tokenizer_that_adds_its_own(t5, task, columns):
+    _, tokenizer = t5
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    first = next(iter(columns))
+    rendered = {**columns, first: [f"<pad>{text}" for text in columns[first]]}
+    (example,), (expected,) = (list(encode(batch, task, tokenizer, False)) for batch in (rendered, columns))
+    assert example == expected
+    assert [side.ids.count(0) for side in example.sides] == [1] * len(example.sides)
+
+
 def test_a_start_token_that_is_also_the_end_token_is_no_end(t5):
     _, tokenizer = t5
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 1)])

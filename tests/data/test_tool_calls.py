@@ -86,7 +86,7 @@ CALLS = FORMS["OpenAI"]["messages"]
 
 def test_keys_that_arrow_filled_with_null_are_absent(write, tmp_path, monkeypatch):
     def row(name, **arguments):
-        call, schema = {"name": name, "arguments": arguments}, dict.fromkeys(arguments, {"type": "string"})
+        call, schema = {"name": name, "arguments": arguments}, {key: {"type": "string"} for key in arguments}
         tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schema}}}
         turns = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, RESULT, LAST]
         return {"messages": turns, "tools": [tool], "chat_template_kwargs": {f"of_{name}": True}}

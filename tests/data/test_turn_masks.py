@@ -148,6 +148,17 @@ def loaded(monkeypatch, tokenizer):
     return starting_model.load_tokenizer(recipe, "lab/chat")
 
 
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "glm4moe"])
+def test_a_template_without_reasoning_or_stop_token_is_replaced_by_trls_or_the_remedy_names_it(
+    make_tokenizer, monkeypatch, name
+):
+    own, training = (TRLS / f"{name}.jinja", TRLS / f"{name}_training.jinja")
+    tokenizer = make_tokenizer(own.read_text())
+    assert starting_model.template_remedy(tokenizer).endswith(str(training))
+    assert loaded(monkeypatch, tokenizer).chat_template == training.read_text()
+    assert "a .jinja file that prints" in starting_model.template_remedy(make_tokenizer())
+
+
 @pytest.mark.parametrize(("name", "replaced"), [("qwen2_5", False), ("llama3_1", False), ("qwen3", True)])
 def test_only_a_template_whose_answers_cannot_be_derived_is_replaced(make_tokenizer, monkeypatch, name, replaced):
     own = (TRLS / f"{name}.jinja").read_text()
