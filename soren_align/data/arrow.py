@@ -25,7 +25,7 @@ from datasets.iterable_dataset import ExamplesIterable
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TASKS
 from .cache import BATCH_SIZE, cache_key, cached, folder_errors
-from .turns import plain_turns
+from .turns import plain_turns, without_nulls
 
 
 def features_of(names: Sequence[str], has_turns: bool) -> Features:
@@ -42,19 +42,11 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
     return Features(types)
 
 
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow's, whose objects have no null at any depth.
-
-    Arrow gives each object of a column the keys of all others, with null, so that such a key is
-    none of the example's. JSON, in a file or as text in a column, keeps the nulls that it has.
+def without_filled_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow's without the nulls of its objects. JSON, in a file or as text in a column,
+    keeps the nulls that it has.
     """
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cleaned(part) for key, part in value.items() if part is not None}
-        return [cleaned(part) for part in value] if isinstance(value, list) else value
-
-    return {column: cleaned(value) for column, value in row.items()}
+    return {column: without_nulls(value) for column, value in row.items()}
 
 
 def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
@@ -66,7 +58,7 @@ def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         for batch in batches:
             for example in batch.to_pylist():
-                yield without_nulls(example) | {
+                yield without_filled_keys(example) | {
                     name: [json.loads(turn) for turn in example[name]]
                     for name in lists
                     if example[name]

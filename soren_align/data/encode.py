@@ -16,12 +16,16 @@ from ..core.errors import UserError
 from ..tasks import OPTIONS, TaskName
 from .masks import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
 from .rendering import Rendering, inside, template_errors
-from .turns import Turn, for_template, template_options
+from .turns import Turn, for_template, template_options, without_nulls
 
 BATCH_SIZE = 64
 """Examples that are tokenized together."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _SUBJECT = "the chat template renders the first example, but fails on a later one"
+_UNMARKED = (
+    "the chat template marks no token of an answer as the assistant's; put {% generation %}...{%"
+    " endgeneration %} around message['content'] of every assistant turn"
+)
 Columns = dict[str, list[Any]]
 
 
@@ -44,10 +48,10 @@ def encode(
     if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):
         yield from _encode_texts(columns, tokenizer, completion_only_loss)
         return
-    # A template may ask whether a turn has a key: those that Arrow has filled with null are none.
-    # In a mixture of conversations with prompts and completions a column is null for the others.
+    # A template may ask whether a turn has a key. In a mixture of conversations with prompts and
+    # completions a column is null for the others.
     chats = {
-        name: [[_without_nulls(turn) for turn in value or ()] for value in values]
+        name: [without_nulls(value or []) for value in values]
         for name, values in columns.items()
         if name not in OPTIONS
     }
@@ -68,10 +72,6 @@ def encode(
 def has_marks(template: str) -> bool:
     """Whether a chat template marks the assistant's text, by {% generation %}."""
     return _GENERATION.search(template) is not None
-
-
-def _without_nulls(turn: Turn) -> Turn:
-    return {key: value for key, value in turn.items() if value is not None}
 
 
 def _encode_texts(
@@ -163,11 +163,7 @@ def _encode_chats(
         rendering = Rendering(tokenizer, chat, options[i])
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
-            raise UserError(
-                f"the chat template marks no token of the answer {chat[-1]['content'][:60]!r} as "
-                "the assistant's; put {% generation %}...{% endgeneration %} around every "
-                "assistant turn"
-            )
+            raise UserError(f"{_UNMARKED}, such as {chat[-1]['content'][:60]!r}")
         with template_errors(_SUBJECT):
             if derives:
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
@@ -209,7 +205,11 @@ def _tokens(
                 apply(c, return_dict=True, **own, **how)
                 for c, own in zip(plain, options, strict=True)
             ]
-        encoded = apply(plain, return_dict=True, **how)
+        try:
+            encoded = apply(plain, return_dict=True, **how)
+        except OverflowError:  # transformers', where the marks enclose nothing, or the template's
+            apply(plain, tokenize=False)
+            raise UserError(_UNMARKED) from None
     return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
 
 

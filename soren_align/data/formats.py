@@ -110,11 +110,6 @@ class Format(NamedTuple):
         return [self.mapping.columns.get(column, column) for column in self.inputs]
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Equal for files that can be read as one dataset."""
-        return self.read, [column for column in self.outputs if column not in OPTIONS]
-
-    @property
     def has_turns(self) -> bool:
         """Whether the outputs are lists of turns, and not texts."""
         return self.read is not _texts
@@ -181,13 +176,12 @@ def _unread_texts(
     """The unused columns that may have been meant for the model: lists, objects, and texts of more
     than a word, unless a column that is read contains the same (ultrachat_200k's `prompt`)."""
     read = json.dumps([example.get(column) for column in data_format.columns_read], default=str)
+    values = {c: value for c in unused if isinstance(value := example[c], str | list | dict)}
     return tuple(
         column
-        for column in unused
-        for value in (example[column],)
-        if isinstance(value, list | dict)
-        or (isinstance(value, str) and (len(value.split()) > 1 or not value.isascii()))
-        if json.dumps(value, default=str)[1:-1] not in read
+        for column, value in values.items()
+        if (" " in str(value).strip() or not str(value).isascii())
+        and json.dumps(value, default=str)[1:-1] not in read
     )
 
 
@@ -257,16 +251,15 @@ def _after_system(result: Example, text: Any) -> Example:
     if text in (None, ""):
         return result
     check_text(text, "system")
-    system, starts = {"role": "system", "content": text}, {*result} - {"completion"}
-    for name in starts:
-        first, *_ = result[name]
-        if first["role"] == "system" and first != system:
+    system = {"role": "system", "content": text}
+    for name in result.keys() - {"completion"}:
+        if result[name][0]["role"] != "system":
+            result[name] = [system, *result[name]]
+        elif result[name][0] != system:
             raise InvalidExample(
                 f"{name}[0] is a system turn, but the column system has another text; remove one,"
                 " or list the columns to read in `columns`"
             )
-        if first != system:
-            result = result | {name: [system, *result[name]]}
     return result
 
 

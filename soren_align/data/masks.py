@@ -12,13 +12,6 @@ from ..tasks import TASKS, TaskName
 
 EQUAL_ANSWERS = "two answers with the same tokens"
 """The start of the reason to drop such pairs."""
-EMPTY_REASON = "an answer has only tool calls, which the chat template does not print"
-"""Training on such an example would teach silence. It is dropped, and not only its answer: what
-follows would be trained as an answer without the call and its result."""
-
-
-CUT_REASON = "the chat template leaves out a part of the last answer, such as its reasoning"
-"""Training on such an example would teach another answer than the data have."""
 
 
 class Tokens(NamedTuple):

@@ -17,6 +17,11 @@ from ..core.errors import UserError
 from .masks import num_shared
 from .turns import CUT_ANSWER, EMPTY_ANSWER, REASONING, Turn, for_template, without
 
+TEMPLATE_REMEDY = (
+    "set model.chat_template to qwen2.5, zephyr or a .jinja file that prints message['content'] and"
+    " a stop token after it"
+)
+
 
 @contextmanager
 def template_errors(subject: str) -> Iterator[None]:

@@ -165,7 +165,7 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     ]
     # A folder of mixed kinds would otherwise be read by the format of its first file.
     for other, data_format in others:
-        if data_format.kind != first.kind:
+        if (data_format.read, data_format.outputs[0]) != (first.read, first.outputs[0]):
             raise UserError(
                 f"{name} has {first.description}, but {other} has {data_format.description}; write"
                 " a pattern for files of one kind, such as train*.jsonl, or write several splits"

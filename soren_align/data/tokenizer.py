@@ -16,13 +16,12 @@ from ..core.files import read_text, resolve_path
 from ..tasks import OPTIONS, TASKS, TaskName
 from .arrow import examples_of, has_turns
 from .cache import cache_key, folder_errors, is_intact, prune, written_whole
-from .encode import encode, has_marks
-from .masks import CUT_REASON, last_visible
-from .rendering import Rendering, template_errors
-from .turns import for_template, template_options
+from .encode import encode
+from .masks import last_visible
+from .rendering import TEMPLATE_REMEDY, Rendering, template_errors
+from .turns import CUT_ANSWER, template_options, without, without_nulls
 
-_REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
-TEMPLATE_REMEDY = f"{_REMEDY} that prints message['content'] and a stop token after it"
+_REMEDY, *_ = TEMPLATE_REMEDY.partition(" that")
 END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
 
@@ -112,22 +111,17 @@ def check_template(
     notices: list[str] = []
     for chat in chats:
         # Without weights: the template is checked here, and not what a user leaves out of the loss.
-        turns = [
-            {key: value for key, value in turn.items() if key != "weight" and value is not None}
-            for turn in chat
-        ]
-        text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
+        turns = [without(turn, "weight") for turn in without_nulls(chat)]
+        batch = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
+        with template_errors(f"{name}: the chat template fails on the first example"):
+            text = Rendering(tokenizer, turns, template_options(example)).text
+            encoded = next(encode(batch, "sft", tokenizer, only_assistant))
+        ids, marked = encoded.sides[0]
         # A template that prints no answers would train on prompts alone, with a loss that falls.
-        if Rendering(tokenizer, turns, template_options(example)).cut_answers(turns[-1:]):
+        if CUT_ANSWER in encoded.left_out:
             raise UserError(
-                f"{name}: {CUT_REASON}: it renders the first example as {text[:120]!r}, without the"
+                f"{name}: {CUT_ANSWER}: it renders the first example as {text[:120]!r}, without the"
                 f" answer {turns[-1]['content'][:60]!r}; {remedy}"
-            )
-        if only_assistant and not any(marked):
-            raise UserError(
-                f"{name}: the chat template has {{% generation %}}, but marks no token of the first"
-                " example; put {% generation %} and {% endgeneration %} around"
-                " message['content'] of the assistant's turns"
             )
         # A newline may follow the stop token (the shipped templates write one): the last visible
         # token counts.
@@ -152,34 +146,6 @@ def check_template(
                 f" '{end}'"
             ]
     return notices
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: list[dict[str, Any]],
-    example: dict[str, Any],
-    name: str,
-    only_assistant: bool,
-) -> tuple[str, list[int], list[bool]]:
-    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless
-    `only_assistant`.
-    """
-    plain, options = for_template(turns), template_options(example)
-    apply: Any = tokenizer.apply_chat_template
-    with template_errors(f"{name}: the chat template fails on the first example"):
-        text = str(apply(plain, tokenize=False, **options))
-        ids = apply(plain, return_dict=True, **options)
-        if not only_assistant:
-            return text, ids["input_ids"], []
-        if not has_marks(tokenizer.get_chat_template(tools=options.get("tools"))):
-            columns = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
-            (tokens,) = next(encode(columns, "sft", tokenizer, assistant_only_loss=True)).sides
-            return text, tokens.ids, tokens.trained
-        try:
-            marked = apply(plain, return_dict=True, return_assistant_tokens_mask=True, **options)
-        except OverflowError:  # transformers, where the markers enclose nothing
-            return text, ids["input_ids"], []
-        return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
 
 
 def within_vocabulary(

@@ -17,9 +17,9 @@ from ..core.silence import quiet_libraries
 from ..tasks import TASKS, TaskName
 from .cache import cache_key, cached, folder_errors
 from .encode import BATCH_SIZE, encode
-from .masks import CUT_REASON, EMPTY_REASON, token_columns
+from .masks import token_columns
+from .rendering import TEMPLATE_REMEDY
 from .split import LoadedSplit
-from .tokenizer import TEMPLATE_REMEDY
 from .turns import CUT_ANSWER, EMPTY_ANSWER
 
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
@@ -100,7 +100,7 @@ def without_empty_answers(
         example: Any = split.dataset[cut[0]]
         answer = (example.get("messages") or example.get("completion") or example["chosen"])[-1]
         raise UserError(
-            f"{split.source['path']}: {CUT_REASON}, in {len(cut):,} of {len(rows):,} examples, such"
+            f"{split.source['path']}: {CUT_ANSWER}, in {len(cut):,} of {len(rows):,} examples, such"
             f" as in {answer['content'][:60]!r}; {remedy}"
         )
     indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
@@ -113,10 +113,10 @@ def without_empty_answers(
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(
-            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that"
+            f"{name}: in each example {EMPTY_ANSWER}; set model.chat_template to a template that"
             " prints tool calls, or remove this split"
         )
-    dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
+    dropped = {**split.dropped, EMPTY_ANSWER: len(rows) - len(indices)}
     rest = replace(
         split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources
     )

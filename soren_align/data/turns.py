@@ -35,9 +35,12 @@ ROLES: dict[str, tuple[str, ...]] = {
     "tool": ("name", "tool_call_id"),
 }
 """The roles -> the keys of their turns beside role, content and weight."""
-EMPTY_ANSWER = "all of an answer"
-"""The kind of `left_out` parts that leave nothing of a trained answer."""
-CUT_ANSWER = "a part of the last answer"
+EMPTY_ANSWER = "an answer has only tool calls, which the chat template does not print"
+"""The kind of `left_out` parts that leave nothing of a trained answer. Training on such an example
+would teach silence. It is dropped, and not only its answer: what follows would be trained as an
+answer without the call and its result."""
+CUT_ANSWER = "the chat template leaves out a part of the last answer, such as its reasoning"
+"""Another such kind: training would teach another answer than the data have."""
 _KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
 _KINDS |= {list: "a list", type(None): "null"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -204,6 +207,15 @@ def check_pair(chosen: Any, rejected: Any) -> None:
 
 def _kind(value: Any) -> str:
     return _KINDS.get(type(value), type(value).__name__)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value whose objects, at any depth, have no null: Arrow gives each the keys of all others in
+    its column, with null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:

@@ -444,10 +444,8 @@ def _check_training(raw: _Raw) -> None:
             " the examples would attend to each other; remove this key, or write packing: true"
         )
         raw.report(("trainer", "eval_packing"), message)
-    if raw.get("task") == "dpo" and trainer.get("train_sampling_strategy") in (
-        "group_by_length",
-        "batch_rebalance",
-    ):
+    strategy = trainer.get("train_sampling_strategy")
+    if raw.get("task") == "dpo" and strategy in ("group_by_length", "batch_rebalance"):
         message = "needs one length for each example, but a pair has two answers; remove this key"
         raw.report(("trainer", "train_sampling_strategy"), message)
     # find_spec and no import: the answer comes within a second, and without torch.

@@ -226,12 +226,6 @@ TWO_ANSWERS: list[dict[str, Any]] = [
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer
 follows."""
-_REASONED = [
-    turn | {"content": f"<think>\nthought\n</think>\n\n{turn['content']}"}
-    if turn["role"] == "assistant"
-    else turn
-    for turn in TWO_ANSWERS
-]
 
 
 def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
@@ -247,7 +241,11 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     # with their reasoning and a stop token, stays the user's.
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
-            check_template(tokenizer, "sft", True, dataset_of([{"messages": _REASONED}]))
+            turns = [
+                turn | {"content": f"<think>\n{turn['role']}\n</think>\n\n{turn['content']}"}
+                for turn in TWO_ANSWERS
+            ]
+            check_template(tokenizer, "sft", True, dataset_of([{"messages": turns}]))
         except ValueError:
             # TRL does not support the template, or it fails on a conversation of TRL's:
             # check_template reports it.

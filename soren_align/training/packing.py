@@ -249,11 +249,9 @@ class TokenStream:
                 name: [example.get(name) for example in batch] for name in self.stream.columns
             }
             for example in data.encode(columns, self.task, self.tokenizer, *self.loss):
-                # In a whole dataset, cut answers are refused: the template is wrong. This stream has
-                # been training, and its first examples have none.
-                kinds = {data.EMPTY_ANSWER: data.EMPTY_REASON, data.CUT_ANSWER: data.CUT_REASON}
-                reasons = [kinds[kind] for kind in kinds if kind in example.left_out]
-                reason = reasons[0] if reasons else example.drop_reason(max_length)
+                # Where whole data are read first, a cut answer is refused.
+                lost = {data.EMPTY_ANSWER, data.CUT_ANSWER}.intersection(example.left_out)
+                reason = min(lost) if lost else example.drop_reason(max_length)
                 if reason:
                     self.dropped[reason] += 1
                     continue

@@ -130,7 +130,7 @@ def test_a_stream_drops_each_answer_that_the_template_cuts(make_tokenizer, write
 
 def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
     nothing = PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
-    assert "marks no token of the first example" in refused(make_tokenizer(nothing))
+    assert "marks no token of an answer" in refused(make_tokenizer(nothing))
 
 
 def test_plain_texts_need_no_template_but_an_end(make_tokenizer):

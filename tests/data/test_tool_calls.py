@@ -11,6 +11,7 @@ from datasets import Dataset
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encode import encode
+from soren_align.data.turns import EMPTY_ANSWER
 from tests.support.conversations import chat, refused, split
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -164,8 +165,8 @@ REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
     ("qwen3", REASONED, None, {}),
     ("qwen2_5", REASONED, None, {"reasoning": 2}),
     ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
-    ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
-    ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
+    ("lfm2", CALLS, TOOLS, {"tool calls": 2, EMPTY_ANSWER: 2}),  # though the list of tools has its name
+    ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, EMPTY_ANSWER: 2}),
 ])  # fmt: skip
 def test_parts_that_the_template_ignores_are_counted(qwen, loaded, template, turns, tools, left_out):
     dataset = loaded([{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}])
