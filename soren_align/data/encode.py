@@ -107,14 +107,13 @@ def _encode_pairs(
     """
     # Prompt and both sides are rendered each by itself, as TRL does: what the sides share with the
     # prompt's rendering is the prompt, wherever the template puts its generation prompt.
-    prompts = _tokens(
-        [chat[:-1] for chat in chosen], options, tokenizer, add_generation_prompt=True
-    )
+    prompts = _tokens([chat[:-1] for chat in chosen], options, tokenizer, prompts=True)
     sides = [_tokens(chats, options, tokenizer) for chats in (chosen, rejected)]
     for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
         with template_errors(_SUBJECT):
             renderings = [
-                Rendering(tokenizer, chats[i], options[i]) for chats in (chosen, rejected)
+                Rendering(tokenizer, chats[i], options[i], tokens["text"])
+                for chats, tokens in zip((chosen, rejected), both, strict=True)
             ]
             kinds = [kind for one in renderings for kind in one.left_out(one.turns[-1:])]
         example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
@@ -139,7 +138,7 @@ def _encode_chats(
     chats = [messages or prompt + completion for messages, prompt, completion in parts]
     with_prompt = [i for i, prompt in enumerate(prompts) if prompt and completion_only]
     own, keywords = [prompts[i] for i in with_prompt], [options[i] for i in with_prompt]
-    encoded = _tokens(own, keywords, tokenizer, add_generation_prompt=True) if own else []
+    encoded = _tokens(own, keywords, tokenizer, prompts=True) if own else []
     prompt_tokens = dict(zip(with_prompt, encoded, strict=True))
 
     # The assistant's tokens are the template's own marks; without any, they are derived from
@@ -148,19 +147,17 @@ def _encode_chats(
         has_marks(tokenizer.get_chat_template(tools=o.get("tools"))) for o in options
     )
     derives = assistant_only and not marks
-    how: dict[str, Any] = {"return_assistant_tokens_mask": True} if marks else {}
-    if derives or any("weight" in turn for chat in chats for turn in chat):
-        if not tokenizer.is_fast:
-            raise UserError(
-                "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which "
-                "this model does not have; train all tokens, or use a model that has a "
-                "tokenizer.json"
-            )
-        how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+    offsets = derives or any("weight" in turn for chat in chats for turn in chat)
+    if offsets and not tokenizer.is_fast:
+        raise UserError(
+            "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which "
+            "this model does not have; train all tokens, or use a model that has a "
+            "tokenizer.json"
+        )
 
-    for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
+    for i, tokens in enumerate(_tokens(chats, options, tokenizer, marks=marks, offsets=offsets)):
         chat, ids = chats[i], tokens["input_ids"]
-        rendering = Rendering(tokenizer, chat, options[i])
+        rendering = Rendering(tokenizer, chat, options[i], tokens["text"])
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
             raise UserError(f"{_UNMARKED}, such as {chat[-1]['content'][:60]!r}")
@@ -192,25 +189,37 @@ def _tokens(
     chats: list[list[Turn]],
     options: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    **how: Any,
+    prompts: bool = False,
+    marks: bool = False,
+    offsets: bool = False,
 ) -> list[dict[str, Any]]:
-    """The tokenizer's output for each conversation.
+    """The tokenizer's output for each conversation, and its text.
     Raises UserError if the template fails on one.
+
+    prompts: whether the generation prompt follows. marks, offsets: whether the template's marks of
+    the assistant's tokens, and the tokens' characters, are returned.
     """
     plain = [for_template(chat) for chat in chats]
-    apply: Any = tokenizer.apply_chat_template
+    apply, whole = tokenizer.apply_chat_template, {"return_offsets_mapping": offsets}
     with template_errors(_SUBJECT):
-        if any(options):  # transformers takes the same tools for a whole batch
-            return [
-                apply(c, return_dict=True, **own, **how)
-                for c, own in zip(plain, options, strict=True)
-            ]
-        try:
-            encoded = apply(plain, return_dict=True, **how)
-        except OverflowError:  # transformers', where the marks enclose nothing, or the template's
-            apply(plain, tokenize=False)
-            raise UserError(_UNMARKED) from None
-    return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
+        texts: list[Any] = [
+            apply(chat, tokenize=False, add_generation_prompt=prompts, **own)
+            for chat, own in zip(plain, options, strict=True)
+        ]
+        if not marks:  # as apply_chat_template does, which would render each text once more
+            encoded: Any = tokenizer(texts, add_special_tokens=False, **whole)
+            columns = [{key: encoded[key][i] for key in encoded} for i in range(len(chats))]
+        else:
+            how: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
+            how["tokenizer_kwargs"] = whole
+            try:
+                columns = [
+                    dict(apply(chat, **how, **own))
+                    for chat, own in zip(plain, options, strict=True)
+                ]
+            except OverflowError:  # of transformers, where the marks enclose nothing
+                raise UserError(_UNMARKED) from None
+    return [{"text": text, **own} for text, own in zip(texts, columns, strict=True)]
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,7 +8,6 @@ prevented.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,10 +51,14 @@ class Rendering:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: list[Turn],
+        options: dict[str, Any],
+        text: str,
     ):
-        """options: keywords of apply_chat_template."""
-        self.tokenizer, self.turns, self.options = tokenizer, turns, options
+        """options: keywords of apply_chat_template. text: of the conversation, as it is rendered."""
+        self.tokenizer, self.turns, self.options, self.text = tokenizer, turns, options, text
 
     def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:
         """The text of other turns. prompts: whether the generation prompt follows."""
@@ -66,11 +69,6 @@ class Rendering:
             **options,
         }
         return str(self.tokenizer.apply_chat_template(for_template(turns), **how))
-
-    @cached_property
-    def text(self) -> str:
-        """The text of the conversation."""
-        return self.of(self.turns)
 
     def answer_spans(self) -> list[Span]:
         """The parts that the model writes as the assistant, each from the prompt to its stop token;

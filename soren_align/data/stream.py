@@ -81,13 +81,9 @@ class StreamedSplit:
         features = features_of(self.data_format.outputs, self.data_format.has_turns)
         columns = {name: [example.get(name) for example in examples] for name in features}
         dataset = Dataset.from_dict(columns, features=features)
+        notices = unread_notices(self.config, self.data_format)
         return LoadedSplit(
-            dataset,
-            self.data_format.description,
-            len(results),
-            dropped,
-            self.source,
-            unread_notices(self.config, self.data_format),
+            dataset, self.data_format.description, len(results), dropped, self.source, notices
         )
 
 

@@ -18,8 +18,8 @@ from .arrow import examples_of, has_turns
 from .cache import cache_key, folder_errors, is_intact, prune, written_whole
 from .encode import encode
 from .masks import last_visible
-from .rendering import TEMPLATE_REMEDY, Rendering, template_errors
-from .turns import CUT_ANSWER, template_options, without, without_nulls
+from .rendering import TEMPLATE_REMEDY, template_errors
+from .turns import CUT_ANSWER, for_template, template_options, without, without_nulls
 
 _REMEDY, *_ = TEMPLATE_REMEDY.partition(" that")
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -114,7 +114,8 @@ def check_template(
         turns = [without(turn, "weight") for turn in without_nulls(chat)]
         batch = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
         with template_errors(f"{name}: the chat template fails on the first example"):
-            text = Rendering(tokenizer, turns, template_options(example)).text
+            apply: Any = tokenizer.apply_chat_template
+            text = apply(for_template(turns), tokenize=False, **template_options(example))
             encoded = next(encode(batch, "sft", tokenizer, only_assistant))
         ids, marked = encoded.sides[0]
         # A template that prints no answers would train on prompts alone, with a loss that falls.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -34,14 +33,7 @@ from ..core.files import (
     resolve_path,
     write,
 )
-from ..data import (
-    TEMPLATE_REMEDY,
-    check_template,
-    dataset_of,
-    set_template,
-    trained_tokenizer,
-    within_vocabulary,
-)
+from ..data import check_template, dataset_of, set_template, trained_tokenizer, within_vocabulary
 from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..recipe.schema import TrainedTokenizer
 from ..run import weights
@@ -205,18 +197,6 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
         ) from error
     notice = weights.make_savable_(config, place)
     return [notice] if notice else []
-
-
-def template_remedy(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What to set where the chat template leaves out answers or their stop token: TRL's training
-    template, if it has one of this template.
-    """
-    with contextlib.suppress(Exception):  # TRL does not support the template
-        text = get_training_chat_template(tokenizer)
-        for file in Path(trl.__file__).parent.glob("chat_templates/*_training.jinja"):
-            if file.read_text(encoding="utf-8") == text:
-                return f"set model.chat_template to TRL's training template of this model, {file}"
-    return TEMPLATE_REMEDY
 
 
 TWO_ANSWERS: list[dict[str, Any]] = [

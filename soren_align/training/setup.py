@@ -30,14 +30,8 @@ from ..tasks import TASKS
 from .adapters import add_empty_adapter, freeze
 from .measure.measurements import matching
 from .measure.samples import Prompt, read_prompts
-from .model import (
-    generation_notices,
-    load_config,
-    load_tokenizer,
-    starting_checkpoint,
-    template_remedy,
-)
-from .notices import plain_pair_notices, setup_notices
+from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
+from .notices import plain_pair_notices, setup_notices, template_remedy
 from .packing import Packing, TokenStream, pack
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from soren_align.core.errors import UserError
 from soren_align.data import dataset_stats
 from soren_align.data.encode import encode
 from soren_align.training import model as starting_model
+from soren_align.training.notices import template_remedy
 from tests.support.conversations import CHATML, chat
 
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -154,9 +155,9 @@ def test_a_template_without_reasoning_or_stop_token_is_replaced_by_trls_or_the_r
 ):
     own, training = (TRLS / f"{name}.jinja", TRLS / f"{name}_training.jinja")
     tokenizer = make_tokenizer(own.read_text())
-    assert starting_model.template_remedy(tokenizer).endswith(str(training))
+    assert template_remedy(tokenizer).endswith(str(training))
     assert loaded(monkeypatch, tokenizer).chat_template == training.read_text()
-    assert "a .jinja file that prints" in starting_model.template_remedy(make_tokenizer())
+    assert "a .jinja file that prints" in template_remedy(make_tokenizer())
 
 
 @pytest.mark.parametrize(("name", "replaced"), [("qwen2_5", False), ("llama3_1", False), ("qwen3", True)])
