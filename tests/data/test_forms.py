@@ -70,10 +70,6 @@ FORMS |= {
                {"prompt": [{"role": "user", "content": "Sum up.\nA lynx sleeps."}], "completion": [answer("Sleep.")]}),
     "Alpaca without input": ("sft", {"instruction": "Speak.", "input": "", "output": "Meow."}, ALPACA,
                              {"prompt": [{"role": "user", "content": "Speak."}], "completion": [answer("Meow.")]}),
-    "Alpaca with a system": (
-        "sft", {"instruction": "Speak.", "output": "Meow.", "system": "You are a lynx."}, ALPACA,
-        {"prompt": [{"role": "system", "content": "You are a lynx."}, {"role": "user", "content": "Speak."}],
-         "completion": [answer("Meow.")]}),
     "Alpaca preferences": (
         "dpo", {"instruction": "Speak", "input": "now", "chosen": "Hay.", "rejected": "No."},
         "Alpaca instructions and pairs of answers, as turns",
@@ -91,19 +87,8 @@ FORMS |= {
                        "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
                       {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]}]},
         "chat messages", {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]}),
-    "ShareGPT with a system": ("sft", {"system": "You keep a zoo.", "conversations": spoken(CHAT[1:])},
-                               "ShareGPT conversations", {"messages": CHAT}),
     "messages with the same system twice": ("sft", {"system": "You keep a zoo.", "messages": CHAT}, "chat messages",
                                             {"messages": CHAT}),
-    "turns, completion and system": (
-        "sft", {"system": "You keep a zoo.", "prompt": PROMPT[1:], "completion": CHAT[-1:]},
-        "prompts and completions as turns", {"prompt": PROMPT, "completion": CHAT[-1:]}),
-    "three texts and a system": (
-        "dpo", {"system": "Be short.", "prompt": "Why?", "chosen": "Hay.", "rejected": "No."},
-        "plain prompts and pairs of answers, as turns",
-        {side: [{"role": "system", "content": "Be short."}, *turns] for side, turns in ASKED.items()}),
-    "pairs and a system": ("dpo", {"system": "You keep a zoo.", **{side: turns[1:] for side, turns in PAIRED.items()}},
-                           "preference pairs", PAIRED),
     "Alpaca with a history": (
         "sft", {"instruction": "And now?", "output": "Meow.", "history": [["Speak.", "Purr."]], "system": "Be a lynx."},
         ALPACA,
@@ -111,6 +96,13 @@ FORMS |= {
                     answer("Purr."), {"role": "user", "content": "And now?"}], "completion": [answer("Meow.")]}),
     "messages in ShareGPT's keys": ("sft", {"messages": spoken(CHAT)}, "chat messages", {"messages": CHAT}),
     "conversations in messages' keys": ("sft", {"conversations": CHAT}, "ShareGPT conversations", {"messages": CHAT}),
+}  # fmt: skip
+SYSTEM = {"role": "system", "content": "Be short."}
+FORMS |= {
+    f"{form}, with a system": (task, {**row, "system": SYSTEM["content"]}, words, {
+        column: turns if column == "completion" else [SYSTEM, *turns] for column, turns in given.items()})
+    for form, (task, row, words, given) in FORMS.items()
+    if all(isinstance(turns, list) and turns[0]["role"] != "system" for turns in given.values())
 }  # fmt: skip
 
 
@@ -171,7 +163,6 @@ def test_own_names_are_read_as_the_recipe_says(write, monkeypatch, kind, names):
 
 @pytest.mark.parametrize(("task", "row", "columns", "unread"), [
     ("sft", {"q": "Why?", "a": "So.", "s": "Be short."}, {"prompt": "q", "completion": "a", "system": "s"}, "system"),
-    ("sft", {"q": "Why?", "a": "So."}, {"text": "q", "output": "a"}, "output"),
     ("sft", {"q": "Why?"}, {"text": "q", "role": "who"}, "role"),
     ("dpo", PAIRED | {"h": [["Hi", "Ho"]]}, {"chosen": "chosen", "rejected": "rejected", "history": "h"}, "history"),
 ])  # fmt: skip
@@ -185,16 +176,17 @@ def test_text_that_no_token_has_is_told_unless_columns_are_listed(write):
     (notice,) = load_split(split(write("rows.jsonl", [pair])), "dpo").notices
     assert "the model does not see the columns critique, history. To train on them, map them in `columns`" in notice
     assert notice.endswith("columns: {prompt: prompt, chosen: chosen, rejected: rejected}")
-    names = dict.fromkeys(("prompt", "chosen", "rejected"))
-    assert load_split(split(write("rows.jsonl", [pair]), columns={name: name for name in names}), "dpo").notices == ()
+    names = {name: name for name in ("prompt", "chosen", "rejected")}
+    assert load_split(split(write("rows.jsonl", [pair]), columns=names), "dpo").notices == ()
 
 
 def test_only_some_rows_or_files_need_have_a_column(write, tmp_path):
-    rows = [FORMS[form][1] for form in ("ShareGPT", "ShareGPT with a system")]
+    (_, *row, given), (_, *other, also) = (FORMS[f"ShareGPT, other words{more}"] for more in ("", ", with a system"))
+    rows = [row[0], other[0]]
     for number, row in enumerate(rows):
         write(f"{number}.jsonl", [row])
     both = [load_split(split(path), "sft").dataset for path in (write("rows.jsonl", rows), f"{tmp_path}/?.jsonl")]
-    assert [list(dataset) for dataset in both] == [[{"messages": CHAT}] * 2] * 2
+    assert [list(dataset) for dataset in both] == [[given, also]] * 2
     late = refused(split(write("rows.jsonl", [*rows[:1] * 60, rows[1]])))
     assert ":61: has the key system, which none of the first examples has" in late
 
@@ -240,9 +232,8 @@ BAD = [
     ("Alpaca", {"instruction": "x", "input": 3, "output": "y"}, "input is a number, not text"),
     ("Alpaca", {"instruction": "x", "input": None, "output": ""}, "output is empty"),
     ("Alpaca with a history", {"instruction": "x", "history": ["Hi"], "output": "y"}, "history is no list of .quest"),
-    ("ShareGPT with a system", {"conversations": spoken(PROMPT), "system": 3}, "conversations ends with a user turn"),
-    ("ShareGPT with a system", {"conversations": spoken(CHAT[1:]), "system": 3}, "system is a number, not text"),
-    ("ShareGPT with a system", {"conversations": spoken(CHAT), "system": "x"}, "the column system has another text"),
+    ("messages with the same system twice", {"messages": CHAT, "system": 3}, "system is a number, not text"),
+    ("messages with the same system twice", {"messages": CHAT, "system": "x"}, "the column system has another text"),
     ("ShareGPT", {"conversations": spoken(CHAT), "images": ["a.png"]}, "has images, but only text is trained"),
     ("hh-rlhf", {"chosen": "Hay.", "rejected": f"{HH} No."}, "chosen does not start with 'Human:'"),
     ("hh-rlhf", {"chosen": f"{HH} ", "rejected": f"{HH} No."}, r"chosen\[3\] has empty content"),

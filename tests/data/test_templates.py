@@ -88,7 +88,6 @@ CUT = {
     "messages": ("sft", [{"messages": chat(1)}, *[{"messages": [*chat(1)[:-1], reasoned()]}] * 2], 2),
     "completions": ("sft", [{"prompt": chat(1)[:-1], "completion": [answer]} for answer in (chat(1)[-1], reasoned())],
                     1),
-    "pairs": ("dpo", [pair_row(1), {**pair_row(1), "rejected": [*chat(1)[:-1], reasoned()]}], 1),
     "equal pairs": ("dpo", [pair_row(1), *[{"chosen": [*chat(1)[:-1], reasoned()], "rejected": [*chat(1)[:-1],
                     {"role": "assistant", "content": "The sum is 3."}]}] * 2], 2),
 }  # fmt: skip
