@@ -104,8 +104,7 @@ subclasses."""
 
 OVERRIDDEN = {
     "transformers.Trainer._get_train_sampler": Patch(
-        "examples of similar lengths are grouped by torch's global random numbers, which differ on "
-        "ranks and after a resume",
+        "torch's global numbers, which group the lengths, differ on ranks and after a resume",
         "LengthGroupedSampler has a seed and an epoch (5.23: a generator that nothing sets)",
         "https://github.com/huggingface/transformers/issues/40691",
     ),

@@ -200,18 +200,19 @@ def _tokens(
     the assistant's tokens, and the tokens' characters, are returned.
     """
     plain = [for_template(chat) for chat in chats]
-    apply, whole = tokenizer.apply_chat_template, {"return_offsets_mapping": offsets}
+    whole: Any = tokenizer  # whose types have no such keywords
+    apply, keywords = whole.apply_chat_template, {"return_offsets_mapping": offsets}
     with template_errors(_SUBJECT):
         texts: list[Any] = [
             apply(chat, tokenize=False, add_generation_prompt=prompts, **own)
             for chat, own in zip(plain, options, strict=True)
         ]
         if not marks:  # as apply_chat_template does, which would render each text once more
-            encoded: Any = tokenizer(texts, add_special_tokens=False, **whole)
+            encoded: Any = whole(texts, add_special_tokens=False, **keywords)
             columns = [{key: encoded[key][i] for key in encoded} for i in range(len(chats))]
         else:
             how: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
-            how["tokenizer_kwargs"] = whole
+            how["tokenizer_kwargs"] = keywords
             try:
                 columns = [
                     dict(apply(chat, **how, **own))

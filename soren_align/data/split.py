@@ -251,7 +251,8 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
     # An example without empty columns shows the whole format.
     example = next((example for example in objects if None not in example.values()), objects[0])
     # Often only some examples have tools, and the first ones none.
-    for column in (spec.columns.get(name, name) for name in (*formats.BESIDE, *formats.ALPACA)):
+    names: dict[str, str] = {**spec.columns}
+    for column in (names.get(name, name) for name in (*formats.BESIDE, *formats.ALPACA)):
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
     data_format = formats.recognize(
