@@ -17,6 +17,7 @@ Column = Literal[
     "input",
     "output",
     "system",
+    "history",
     "prompt",
     "completion",
     "text",

@@ -103,6 +103,11 @@ subclasses."""
 
 
 OVERRIDDEN = {
+    "transformers.Trainer._get_train_sampler": Patch(
+        "torch's global numbers, which group the lengths, differ on ranks and after a resume",
+        "LengthGroupedSampler has a seed and an epoch (5.23: a generator that nothing sets)",
+        "https://github.com/huggingface/transformers/issues/40691",
+    ),
     "transformers.Trainer._run_epoch": Patch(
         "resumed at its last step, or after early stopping, a run would take one more step",
         "transformers compares with max_steps before a step (5.23 only after it)",

@@ -4,10 +4,9 @@ tokens.
 
 from .arrow import dataset_of, filtered, has_turns, iterable_dataset
 from .cache import uncached, verified_values
-from .encode import BATCH_SIZE, encode, has_marks
+from .encode import BATCH_SIZE, encode, has_marks, text_ids
 from .formats import PLAIN_PAIRS
 from .masks import (
-    EMPTY_REASON,
     FIRST,
     TRAINED,
     LossMasks,
@@ -17,10 +16,10 @@ from .masks import (
     pair_of,
     token_columns,
 )
-from .rendering import template_errors
+from .rendering import TEMPLATE_REMEDY, template_errors
 from .split import LoadedSplit, hold_out, load_split, mix
 from .stats import DatasetStats, dataset_stats, show_example
 from .stream import Preview, State, Stream, open_split, open_stream
 from .tokenizer import check_template, set_template, texts_of, trained_tokenizer, within_vocabulary
 from .tokens import tokenize, without_empty_answers
-from .turns import EMPTY_ANSWER
+from .turns import CUT_ANSWER, EMPTY_ANSWER

@@ -25,7 +25,7 @@ from datasets.iterable_dataset import ExamplesIterable
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TASKS
 from .cache import BATCH_SIZE, cache_key, cached, folder_errors
-from .turns import plain_turns
+from .turns import plain_turns, without_nulls
 
 
 def features_of(names: Sequence[str], has_turns: bool) -> Features:
@@ -42,6 +42,13 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
     return Features(types)
 
 
+def without_filled_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow's without the nulls of its objects. JSON, in a file or as text in a column,
+    keeps the nulls that it has.
+    """
+    return {column: without_nulls(value) for column, value in row.items()}
+
+
 def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
@@ -51,7 +58,7 @@ def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     try:
         for batch in batches:
             for example in batch.to_pylist():
-                yield example | {
+                yield without_filled_keys(example) | {
                     name: [json.loads(turn) for turn in example[name]]
                     for name in lists
                     if example[name]

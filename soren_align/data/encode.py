@@ -16,12 +16,16 @@ from ..core.errors import UserError
 from ..tasks import OPTIONS, TaskName
 from .masks import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
 from .rendering import Rendering, inside, template_errors
-from .turns import Turn, for_template, template_options
+from .turns import Turn, for_template, template_options, without_nulls
 
 BATCH_SIZE = 64
 """Examples that are tokenized together."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _SUBJECT = "the chat template renders the first example, but fails on a later one"
+_UNMARKED = (
+    "the chat template marks no token of an answer as the assistant's; put {% generation %}...{%"
+    " endgeneration %} around message['content'] of every assistant turn"
+)
 Columns = dict[str, list[Any]]
 
 
@@ -44,10 +48,10 @@ def encode(
     if "text" in columns or isinstance(columns.get("prompt", [None])[0], str):
         yield from _encode_texts(columns, tokenizer, completion_only_loss)
         return
-    # A template may ask whether a turn has a key: those that Arrow has filled with null are none.
-    # In a mixture of conversations with prompts and completions a column is null for the others.
+    # A template may ask whether a turn has a key. In a mixture of conversations with prompts and
+    # completions a column is null for the others.
     chats = {
-        name: [[_without_nulls(turn) for turn in value or ()] for value in values]
+        name: [without_nulls(value or []) for value in values]
         for name, values in columns.items()
         if name not in OPTIONS
     }
@@ -70,10 +74,6 @@ def has_marks(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
-def _without_nulls(turn: Turn) -> Turn:
-    return {key: value for key, value in turn.items() if value is not None}
-
-
 def _encode_texts(
     columns: Columns, tokenizer: PreTrainedTokenizerBase, completion_only: bool
 ) -> Iterator[EncodedExample]:
@@ -84,15 +84,15 @@ def _encode_texts(
     prompts = columns.get("prompt", [""] * len(columns[names[0]]))
     # One end token each: T5's tokenizer adds its own, and TRL's would be a second one.
     eos = str(tokenizer.eos_token)
-    end = "" if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
+    end = "" if text_ids("a", tokenizer)[-1] == tokenizer.eos_token_id else eos
     answers = zip(*(columns[name] for name in names), strict=True)
     for prompt, texts in zip(prompts, answers, strict=True):
         # A text that ends with the end token already gets no second one.
-        sides = [_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
+        sides = [text_ids(prompt + text.removesuffix(eos) + end, tokenizer) for text in texts]
         if len(sides) == 1 and not ("prompt" in columns and completion_only):
             yield EncodedExample((Tokens(sides[0], [True] * len(sides[0])),), 0)
             continue
-        example = after_prompt(_ids(prompt, tokenizer), sides)
+        example = after_prompt(text_ids(prompt, tokenizer), sides)
         yield example if len(sides) > 1 else example._replace(num_prompt=0)
 
 
@@ -107,14 +107,13 @@ def _encode_pairs(
     """
     # Prompt and both sides are rendered each by itself, as TRL does: what the sides share with the
     # prompt's rendering is the prompt, wherever the template puts its generation prompt.
-    prompts = _tokens(
-        [chat[:-1] for chat in chosen], options, tokenizer, add_generation_prompt=True
-    )
+    prompts = _tokens([chat[:-1] for chat in chosen], options, tokenizer, prompts=True)
     sides = [_tokens(chats, options, tokenizer) for chats in (chosen, rejected)]
     for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
         with template_errors(_SUBJECT):
             renderings = [
-                Rendering(tokenizer, chats[i], options[i]) for chats in (chosen, rejected)
+                Rendering(tokenizer, chats[i], options[i], tokens["text"])
+                for chats, tokens in zip((chosen, rejected), both, strict=True)
             ]
             kinds = [kind for one in renderings for kind in one.left_out(one.turns[-1:])]
         example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
@@ -139,7 +138,7 @@ def _encode_chats(
     chats = [messages or prompt + completion for messages, prompt, completion in parts]
     with_prompt = [i for i, prompt in enumerate(prompts) if prompt and completion_only]
     own, keywords = [prompts[i] for i in with_prompt], [options[i] for i in with_prompt]
-    encoded = _tokens(own, keywords, tokenizer, add_generation_prompt=True) if own else []
+    encoded = _tokens(own, keywords, tokenizer, prompts=True) if own else []
     prompt_tokens = dict(zip(with_prompt, encoded, strict=True))
 
     # The assistant's tokens are the template's own marks; without any, they are derived from
@@ -148,26 +147,20 @@ def _encode_chats(
         has_marks(tokenizer.get_chat_template(tools=o.get("tools"))) for o in options
     )
     derives = assistant_only and not marks
-    how: dict[str, Any] = {"return_assistant_tokens_mask": True} if marks else {}
-    if derives or any("weight" in turn for chat in chats for turn in chat):
-        if not tokenizer.is_fast:
-            raise UserError(
-                "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which "
-                "this model does not have; train all tokens, or use a model that has a "
-                "tokenizer.json"
-            )
-        how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+    offsets = derives or any("weight" in turn for chat in chats for turn in chat)
+    if offsets and not tokenizer.is_fast:
+        raise UserError(
+            "trainer.assistant_only_loss and weights of turns need a tokenizer.json, which "
+            "this model does not have; train all tokens, or use a model that has a "
+            "tokenizer.json"
+        )
 
-    for i, tokens in enumerate(_tokens(chats, options, tokenizer, **how)):
+    for i, tokens in enumerate(_tokens(chats, options, tokenizer, marks=marks, offsets=offsets)):
         chat, ids = chats[i], tokens["input_ids"]
-        rendering = Rendering(tokenizer, chat, options[i])
+        rendering = Rendering(tokenizer, chat, options[i], tokens["text"])
         trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
         if not any(trained):  # TRL also raises, later and without the example
-            raise UserError(
-                f"the chat template marks no token of the answer {chat[-1]['content'][:60]!r} as "
-                "the assistant's; put {% generation %}...{% endgeneration %} around every "
-                "assistant turn"
-            )
+            raise UserError(f"{_UNMARKED}, such as {chat[-1]['content'][:60]!r}")
         with template_errors(_SUBJECT):
             if derives:
                 trained = inside(rendering.answer_spans(), tokens["offset_mapping"])
@@ -196,23 +189,44 @@ def _tokens(
     chats: list[list[Turn]],
     options: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    **how: Any,
+    prompts: bool = False,
+    marks: bool = False,
+    offsets: bool = False,
 ) -> list[dict[str, Any]]:
-    """The tokenizer's output for each conversation.
+    """The tokenizer's output for each conversation, and its text.
     Raises UserError if the template fails on one.
+
+    prompts: whether the generation prompt follows. marks, offsets: whether the template's marks of
+    the assistant's tokens, and the tokens' characters, are returned.
     """
     plain = [for_template(chat) for chat in chats]
-    apply: Any = tokenizer.apply_chat_template
+    whole: Any = tokenizer  # whose types have no such keywords
+    apply, keywords = whole.apply_chat_template, {"return_offsets_mapping": offsets}
     with template_errors(_SUBJECT):
-        if any(options):  # transformers takes the same tools for a whole batch
-            return [
-                apply(c, return_dict=True, **own, **how)
-                for c, own in zip(plain, options, strict=True)
-            ]
-        encoded = apply(plain, return_dict=True, **how)
-    return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
+        texts: list[Any] = [
+            apply(chat, tokenize=False, add_generation_prompt=prompts, **own)
+            for chat, own in zip(plain, options, strict=True)
+        ]
+        if not marks:  # as apply_chat_template does, which would render each text once more
+            encoded: Any = whole(texts, add_special_tokens=False, **keywords)
+            columns = [{key: encoded[key][i] for key in encoded} for i in range(len(chats))]
+        else:
+            how: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
+            how["tokenizer_kwargs"] = keywords
+            try:
+                columns = [
+                    dict(apply(chat, **how, **own))
+                    for chat, own in zip(plain, options, strict=True)
+                ]
+            except OverflowError:  # of transformers, where the marks enclose nothing
+                raise UserError(_UNMARKED) from None
+    return [{"text": text, **own} for text, own in zip(texts, columns, strict=True)]
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a text, with one bos at most: a text that a chat template has rendered begins
+    with Llama's, and the tokenizer adds another.
+    """
     ids: Any = tokenizer(text)["input_ids"]
-    return ids
+    bos = tokenizer.bos_token_id
+    return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from ..core.errors import UserError
 from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of, file_sha256, is_text
 from ..recipe import STDLIB, csv_columns, data_files, data_suffix, refuse_wide_characters
+from .arrow import without_filled_keys
 
 MAX_FIELD = 1 << 28
 """Characters of a field of a .csv file; Python's own limit is 131,072."""
@@ -150,7 +151,7 @@ def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with pq.ParquetFile(file) as table:
             batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
-            yield from enumerate(chain.from_iterable(batches), start=1)
+            yield from enumerate(map(without_filled_keys, chain.from_iterable(batches)), start=1)
     # ValueError: text that is not UTF-8
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -6,6 +6,7 @@ texts, which no chat template changes. A new format is a record in FORMATS, and 
 reads it if none of those here does; a column that no other format has is added to tasks.py.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -23,6 +24,7 @@ from .turns import (
     from_dialogue,
     is_dialogue,
     options,
+    parsed,
     plain_turns,
     with_known_keys,
 )
@@ -33,8 +35,12 @@ Reader = Callable[[Example, tuple[str, ...]], Example]
 InvalidExample if it cannot be trained on."""
 PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
 _PAIR, _COMPLETION = ("chosen", "rejected"), ("prompt", "completion")
-_ALPACA = ("system", "input")
-"""Alpaca's optional column, and LLaMA-Factory's `system` beside it."""
+ALPACA = ("input", "history")
+"""Alpaca's optional column, and LLaMA-Factory's: earlier questions with their answers."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of which nothing is read: an example that has one is refused."""
+BESIDE = ("system", *OPTIONS, "functions", *_MEDIA)
+"""Columns that examples with turns may have beside them, whatever their format."""
 _PUBLISHED = {
     ("messages",): ("ultrachat_200k", {"prompt", "prompt_id"}),
     _PAIR: ("ultrafeedback_binarized", {"prompt"}),
@@ -64,6 +70,8 @@ class ColumnMapping(NamedTuple):
         # not what was meant.
         if self.columns:
             example = {ours: example.get(theirs) for ours, theirs in self.columns.items()}
+        elif example.get("functions") and not example.get("tools"):  # OpenAI's older name
+            example = {**example, "tools": example["functions"]}
         return {
             column: (
                 with_known_keys(value, self.keys, self.roles)
@@ -90,6 +98,8 @@ class Format(NamedTuple):
     """Columns that are also read where the first examples have them."""
     unused: tuple[str, ...] = ()
     """The dataset's other columns."""
+    unread_texts: tuple[str, ...] = ()
+    """Those of them whose text, or list, is in no column that is read."""
     mapping: ColumnMapping = ColumnMapping()
     mask_history: bool = False
     """Whether only the last answer is trained."""
@@ -136,27 +146,50 @@ def recognize(
         and name
     ):
         data_format = data_format._replace(description=f"{data_format.description} (like {name})")
-    # Conversations have system turns: a column `system` beside them is read only if the recipe
-    # names it.
-    if "system" in mapping.columns and data_format.outputs == ("messages",):
-        data_format = data_format._replace(inputs=(*data_format.inputs, "system"))
     if data_format.has_turns:
-        beside = tuple(column for column in OPTIONS if column in known)
+        optional = (*data_format.optional, *BESIDE)
+        own = mapping.columns or example
         data_format = data_format._replace(
-            inputs=data_format.inputs + beside, outputs=data_format.outputs + beside
+            optional=optional,
+            inputs=(*data_format.inputs, *(column for column in optional if column in own)),
+            outputs=(*data_format.outputs, *(column for column in OPTIONS if column in known)),
         )
     data_format = data_format._replace(mapping=mapping)
+    # A column that the recipe lists is meant to be trained on.
+    unread = [column for column in mapping.columns if column not in data_format.inputs]
+    unread += [] if data_format.has_turns else [*mapping.keys]
+    if unread:
+        raise UserError(
+            f"{place}: data.train.columns lists {unread[0]}, which is not read, because the format"
+            f" is {data_format.description}; remove {unread[0]} from `columns`, or list the columns"
+            f" of a format that has it: {TASKS[task].required_columns}"
+        )
     # Recorded in run.json as columns_dropped: a misspelt column shows there.
     unused = tuple(column for column in example if column not in data_format.columns_read)
-    return data_format._replace(unused=unused)
+    texts = () if mapping.columns else _unread_texts(example, unused, data_format)
+    return data_format._replace(unused=unused, unread_texts=texts)
+
+
+def _unread_texts(
+    example: Example, unused: tuple[str, ...], data_format: Format
+) -> tuple[str, ...]:
+    """The unused columns that may have been meant for the model: lists, objects, and texts of more
+    than a word, unless a column that is read contains the same (ultrachat_200k's `prompt`)."""
+    read = json.dumps([example.get(column) for column in data_format.columns_read], default=str)
+    values = {c: value for c in unused if isinstance(value := example[c], str | list | dict)}
+    return tuple(
+        column
+        for column, value in values.items()
+        if (" " in str(value).strip() or not str(value).isascii())
+        and json.dumps(value, default=str)[1:-1] not in read
+    )
 
 
 def _format(example: Example, task: str) -> Format | None:
     """The first format that fits an example, by our names; None if none does."""
     for data_format in FORMATS[TASKS[task].data]:
         if example.keys() >= {*data_format.inputs} and data_format.fits(example):
-            optional = tuple(column for column in data_format.optional if column in example)
-            return data_format._replace(inputs=optional + data_format.inputs)
+            return data_format
     return None
 
 
@@ -182,15 +215,16 @@ def _no_format(example: Example, known: Example, task: TaskName, mapping: Column
 def read_example(example: Example, data_format: Format) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
     known = data_format.mapping.known(example)
-    if "system" in data_format.inputs and data_format.outputs[:1] == ("messages",):
-        column, system = data_format.inputs[0], known.get("system")
-        if isinstance(known.get(column), list) and isinstance(system, str) and system:
-            known = {**known, column: [{"role": "system", "content": system}, *known[column]]}
     beside = [column for column in OPTIONS if column in data_format.outputs]
+    if media := [column for column in _MEDIA if data_format.optional and known.get(column)]:
+        return (
+            f"has {media[0]}, but only text is trained; to train without, list the columns of text "
+            "in `columns`"
+        )
     # The columns were chosen by the first examples: a key of later ones would be dropped in
     # silence.
-    unread = [column for column in OPTIONS if known.get(column) and column not in beside]
-    if unread and data_format.has_turns:
+    read = (*data_format.inputs, *beside)
+    if unread := [key for key in data_format.optional if known.get(key) and key not in read]:
         return (
             f"has the key {unread[0]}, which none of the first examples has; move this example to "
             "the beginning of the data"
@@ -199,6 +233,8 @@ def read_example(example: Example, data_format: Format) -> Example | str:
     # whole split (`bad_examples`), not here.
     try:
         result = data_format.read(known, data_format.inputs)
+        if data_format.has_turns:
+            result = _after_system(result, known.get("system"))
         if data_format.mask_history and "messages" in result:
             # mask_history by weights of turns: one way to leave turns out of the loss, whoever asks
             # for it.
@@ -208,6 +244,23 @@ def read_example(example: Example, data_format: Format) -> Example | str:
     except InvalidExample as error:
         return str(error)
     return result | dict.fromkeys(beside) | texts
+
+
+def _after_system(result: Example, text: Any) -> Example:
+    """The example with the column `system` as the first turn of its prompt."""
+    if text in (None, ""):
+        return result
+    check_text(text, "system")
+    system = {"role": "system", "content": text}
+    for name in result.keys() - {"completion"}:
+        if result[name][0]["role"] != "system":
+            result[name] = [system, *result[name]]
+        elif result[name][0] != system:
+            raise InvalidExample(
+                f"{name}[0] is a system turn, but the column system has another text; remove one,"
+                " or list the columns to read in `columns`"
+            )
+    return result
 
 
 def _conversation(example: Example, inputs: tuple[str, ...]) -> Example:
@@ -252,14 +305,21 @@ def _alpaca(example: Example, inputs: tuple[str, ...]) -> Example:
 
 def _instruction(example: Example) -> list[Turn]:
     """The turns of an Alpaca prompt."""
-    texts = {column: example.get(column) or "" for column in ("system", "instruction", "input")}
+    texts = {column: example.get(column) or "" for column in ("instruction", "input")}
     for column, text in texts.items():
         if text or column == "instruction":
             check_text(text, column)
     # As LLaMA-Factory joins them, which trains Alpaca's files with chat templates.
-    request = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [*system, {"role": "user", "content": request}]
+    request = "\n".join(text for text in texts.values() if text)
+    turns: list[Turn] = []
+    history = parsed(example.get("history")) or []
+    for pair in history if isinstance(history, list) else [None]:
+        if not (isinstance(pair, list) and len(pair) == 2):
+            raise InvalidExample("history is no list of [question, answer] pairs")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            check_text(text, "history")
+            turns.append({"role": role, "content": text})
+    return [*turns, {"role": "user", "content": request}]
 
 
 def _pair(example: Example, inputs: tuple[str, ...] = (), prefix: str = "") -> Example:
@@ -333,7 +393,7 @@ FORMATS: dict[str, tuple[Format, ...]] = {
             ("instruction", "output"),
             _COMPLETION,
             _alpaca,
-            optional=_ALPACA,
+            optional=ALPACA,
         ),
         Format(
             "dialogues as text, split into turns",
@@ -373,7 +433,7 @@ FORMATS: dict[str, tuple[Format, ...]] = {
             _PAIR,
             _joined_pair,
             _is_answer,
-            optional=_ALPACA,
+            optional=ALPACA,
         ),
         Format("preference pairs", _PAIR, _PAIR, _pair),
     ),

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from ..core.errors import OutOfReach, UserError
 from ..recipe import FILE_KINDS
+from .arrow import without_filled_keys
 
 
 def fetch(
@@ -85,7 +86,7 @@ class StreamReader:
             if record is None:
                 return
             self.num_read += 1
-            yield f"{self.place} record {self.num_read}", dict(record)
+            yield f"{self.place} record {self.num_read}", without_filled_keys(dict(record))
 
 
 @contextmanager

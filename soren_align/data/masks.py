@@ -12,9 +12,6 @@ from ..tasks import TASKS, TaskName
 
 EQUAL_ANSWERS = "two answers with the same tokens"
 """The start of the reason to drop such pairs."""
-EMPTY_REASON = "an answer has only tool calls, which the chat template does not print"
-"""Training on such an example would teach silence. It is dropped, and not only its answer: what
-follows would be trained as an answer without the call and its result."""
 
 
 class Tokens(NamedTuple):

@@ -63,7 +63,8 @@ class PairStats:
         if self.num_equal:
             lines.append(
                 f"{self.num_equal:,} of {num_all} pairs have {EQUAL_ANSWERS} and are dropped;"
-                f" {places['equal']}. If truncation makes them equal, raise trainer.max_length"
+                f" {places['equal']}. If truncation makes them equal, raise trainer.max_length;"
+                " else the chat template leaves out what differs"
             )
         if self.num_contradictory:
             lines.append(

@@ -8,14 +8,18 @@ prevented.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from .masks import num_shared
-from .turns import EMPTY_ANSWER, REASONING, Turn, for_template, without
+from .turns import CUT_ANSWER, EMPTY_ANSWER, REASONING, Turn, for_template, without
+
+TEMPLATE_REMEDY = (
+    "set model.chat_template to qwen2.5, zephyr or a .jinja file that prints message['content'] and"
+    " a stop token after it"
+)
 
 
 @contextmanager
@@ -47,10 +51,14 @@ class Rendering:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: list[Turn],
+        options: dict[str, Any],
+        text: str,
     ):
-        """options: keywords of apply_chat_template."""
-        self.tokenizer, self.turns, self.options = tokenizer, turns, options
+        """options: keywords of apply_chat_template. text: of the conversation, as it is rendered."""
+        self.tokenizer, self.turns, self.options, self.text = tokenizer, turns, options, text
 
     def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:
         """The text of other turns. prompts: whether the generation prompt follows."""
@@ -61,11 +69,6 @@ class Rendering:
             **options,
         }
         return str(self.tokenizer.apply_chat_template(for_template(turns), **how))
-
-    @cached_property
-    def text(self) -> str:
-        """The text of the conversation."""
-        return self.of(self.turns)
 
     def answer_spans(self) -> list[Span]:
         """The parts that the model writes as the assistant, each from the prompt to its stop token;
@@ -92,16 +95,17 @@ class Rendering:
     def left_out(self, trained: list[Turn]) -> list[str]:
         """The kinds of parts without which the text is the same: the template ignores them.
 
-        EMPTY_ANSWER is among them if it prints nothing of an answer made of tool calls alone, or
-        with reasoning.
+        CUT_ANSWER is among them if it does not print all of the last answer, EMPTY_ANSWER if it
+        prints nothing of an answer made of tool calls alone, or with reasoning.
         trained: turns that are, unless their weight is 0.
         """
         turns, tools = self.turns, self.options.get("tools", [])
+        kinds = self.cut_answers(trained)
         has_parts = (
             turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns
         )
         if not tools and not any(has_parts):
-            return []
+            return kinds
         # Many templates print only the reasoning that follows the last question.
         last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
         earlier, later = turns[:last_user], turns[last_user:]
@@ -120,7 +124,7 @@ class Rendering:
         }
         # By rendering without a part, not by searching the text for it: the name of a dropped call
         # stands in the list of tools as well (notes/log.md).
-        text, kinds = self.text, []
+        text = self.text
         # A part without which the template fails is one that it prints.
         for kind, others in changed.items():
             with suppress(Exception):  # of the template
@@ -135,6 +139,21 @@ class Rendering:
             for turn in trained
         )
         return [*kinds, EMPTY_ANSWER] if is_silent else kinds
+
+    def cut_answers(self, trained: list[Turn]) -> list[str]:
+        """The kinds of answers that the text does not contain as they are: R1's and Qwen3's
+        templates remove reasoning from a content, of earlier answers or of all.
+        """
+        # Without white space, which templates trim and write anew.
+        text = "".join(self.text.split())
+        answers = [t for t in trained if t["role"] == "assistant" and t.get("weight", 1)]
+        kinds = ["a part of earlier answers"] * (len(answers) - 1) + [CUT_ANSWER]
+        cut = (
+            kind
+            for kind, turn in zip(kinds, answers, strict=False)
+            if "".join(turn["content"].split()) not in text
+        )
+        return list(dict.fromkeys(cut))
 
     def end(self, num_turns: int) -> int:
         """The length of the rendering of the first turns, with which the text starts."""

@@ -20,8 +20,8 @@ from datasets import Dataset, Features, Value
 
 from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
-from ..recipe import STDLIB, DataSplit, TrainSplit, is_local
-from ..tasks import OPTIONS, TASKS, TaskName
+from ..recipe import STDLIB, DataSplit, TrainSplit, columns_text, is_local
+from ..tasks import TASKS, TaskName
 from . import formats, hub
 from .arrow import cached_examples, concatenated, examples_of, features_of, has_turns
 from .files import InvalidRecord, LocalFiles, LocalReader, StandardLibrary
@@ -86,16 +86,25 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
         load = _from_file if is_local(spec.path) else _from_hub
         dataset, data_format, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
-    notices = ()
+    notices = unread_notices(spec, data_format)
     if spec.limit is not None and num_examples < spec.limit:
-        notices = (
-            (
-                f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples;"
-                " all are used"
-            ),
+        notices += (
+            f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples;"
+            " all are used",
         )
     source = source_record(spec, origin, data_format) | {"num_examples": num_examples}
     return LoadedSplit(dataset, data_format.description, num_examples, dropped, source, notices)
+
+
+def unread_notices(spec: DataSplit, data_format: Format) -> tuple[str, ...]:
+    """A notice about columns of text that reach no token, if the recipe does not list columns."""
+    if not data_format.unread_texts:
+        return ()
+    columns = columns_text(dict(zip(data_format.inputs, data_format.columns_read, strict=True)))
+    return (
+        f"{spec.path}: the model does not see the columns {', '.join(data_format.unread_texts)}. To"
+        f" train on them, map them in `columns`; to hide this notice, write columns: {columns}",
+    )
 
 
 def source_record(spec: DataSplit, origin: dict[str, Any], data_format: Format) -> dict[str, Any]:
@@ -156,17 +165,17 @@ def local_files(spec: DataSplit, task: TaskName) -> tuple[LocalFiles, Format]:
     ]
     # A folder of mixed kinds would otherwise be read by the format of its first file.
     for other, data_format in others:
-        if (data_format.read, data_format.outputs) != (first.read, first.outputs):
+        if (data_format.read, data_format.outputs[0]) != (first.read, first.outputs[0]):
             raise UserError(
                 f"{name} has {first.description}, but {other} has {data_format.description}; write"
                 " a pattern for files of one kind, such as train*.jsonl, or write several splits"
             )
-    unused = dict.fromkeys(
-        column
-        for data_format in (first, *(other for _, other in others))
-        for column in data_format.unused
-    )
-    return local, first._replace(unused=tuple(unused))
+    # Only some of the files may have tools, or a system column.
+    all_formats = [first, *(data_format for _, data_format in others)]
+    for field in ("inputs", "outputs", "unused", "unread_texts"):
+        names = dict.fromkeys(name for one in all_formats for name in getattr(one, field))
+        first = first._replace(**{field: tuple(names)})
+    return local, first
 
 
 def _from_hub(
@@ -242,7 +251,8 @@ def format_of(examples: Iterable[Any], spec: DataSplit, task: TaskName, place: s
     # An example without empty columns shows the whole format.
     example = next((example for example in objects if None not in example.values()), objects[0])
     # Often only some examples have tools, and the first ones none.
-    for column in (spec.columns.get(name, name) for name in OPTIONS):
+    names: dict[str, str] = {**spec.columns}
+    for column in (names.get(name, name) for name in (*formats.BESIDE, *formats.ALPACA)):
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
     data_format = formats.recognize(

@@ -36,6 +36,7 @@ from .split import (
     read,
     refuse_other_kinds,
     source_record,
+    unread_notices,
     without_indices,
 )
 
@@ -80,8 +81,9 @@ class StreamedSplit:
         features = features_of(self.data_format.outputs, self.data_format.has_turns)
         columns = {name: [example.get(name) for example in examples] for name in features}
         dataset = Dataset.from_dict(columns, features=features)
+        notices = unread_notices(self.config, self.data_format)
         return LoadedSplit(
-            dataset, self.data_format.description, len(results), dropped, self.source
+            dataset, self.data_format.description, len(results), dropped, self.source, notices
         )
 
 

@@ -16,12 +16,12 @@ from ..core.files import read_text, resolve_path
 from ..tasks import OPTIONS, TASKS, TaskName
 from .arrow import examples_of, has_turns
 from .cache import cache_key, folder_errors, is_intact, prune, written_whole
-from .encode import encode, has_marks
+from .encode import encode
 from .masks import last_visible
-from .rendering import template_errors
-from .turns import for_template, template_options
+from .rendering import TEMPLATE_REMEDY, template_errors
+from .turns import CUT_ANSWER, for_template, template_options, without, without_nulls
 
-_REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
+_REMEDY, *_ = TEMPLATE_REMEDY.partition(" that")
 END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
 
@@ -60,6 +60,7 @@ def check_template(
     assistant_only_loss: bool,
     dataset: Dataset,
     completion_only_loss: bool | None = None,
+    remedy: str = TEMPLATE_REMEDY,
 ) -> list[str]:
     """Check the first example; returns notices, such as of a stop token that is not the template's.
 
@@ -67,6 +68,7 @@ def check_template(
     neither marked by it nor can be derived, or leave out the stop token; and for plain texts, if a
     setting needs conversations.
     assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
+    remedy: for a template that leaves out answers, or their stop token.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     columns, is_sft = dataset.column_names, not TASKS[task].answers
@@ -109,21 +111,18 @@ def check_template(
     notices: list[str] = []
     for chat in chats:
         # Without weights: the template is checked here, and not what a user leaves out of the loss.
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in chat]
-        text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
-        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
+        turns = [without(turn, "weight") for turn in without_nulls(chat)]
+        batch = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
+        with template_errors(f"{name}: the chat template fails on the first example"):
+            apply: Any = tokenizer.apply_chat_template
+            text = apply(for_template(turns), tokenize=False, **template_options(example))
+            encoded = next(encode(batch, "sft", tokenizer, only_assistant))
+        ids, marked = encoded.sides[0]
         # A template that prints no answers would train on prompts alone, with a loss that falls.
-        if answers[-1] not in text:
+        if CUT_ANSWER in encoded.left_out:
             raise UserError(
-                f"{name}: the chat template leaves out the assistant's turns: it renders the first"
-                f" example as {text[:120]!r}, without the answer {answers[-1][:60]!r}; {_REMEDY}"
-                " that prints message['content']"
-            )
-        if only_assistant and not any(marked):
-            raise UserError(
-                f"{name}: the chat template has {{% generation %}}, but marks no token of the first"
-                " example; put {% generation %} and {% endgeneration %} around"
-                " message['content'] of the assistant's turns"
+                f"{name}: {CUT_ANSWER}: it renders the first example as {text[:120]!r}, without the"
+                f" answer {turns[-1]['content'][:60]!r}; {remedy}"
             )
         # A newline may follow the stop token (the shipped templates write one): the last visible
         # token counts.
@@ -132,10 +131,11 @@ def check_template(
         added: Any = tokenizer.added_tokens_encoder
         notices = []
         if ids[last] != tokenizer.eos_token_id and end not in added:
-            notices = [
-                "the chat template ends answers without a stop token, so the model will not learn"
-                f" to stop at {eos}"
-            ]
+            finding = "the chat template ends answers without a stop token, so the model will not"
+            # Of other tokens than the answers' there may be one that ends them: the next header.
+            if only_assistant:
+                raise UserError(f"{name}: {finding} learn to stop; {remedy}")
+            notices = [f"{finding} learn to stop at {eos}; {remedy}"]
         elif only_assistant and not marked[last]:
             raise UserError(
                 f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the"
@@ -147,34 +147,6 @@ def check_template(
                 f" '{end}'"
             ]
     return notices
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: list[dict[str, Any]],
-    example: dict[str, Any],
-    name: str,
-    only_assistant: bool,
-) -> tuple[str, list[int], list[bool]]:
-    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless
-    `only_assistant`.
-    """
-    plain, options = for_template(turns), template_options(example)
-    apply: Any = tokenizer.apply_chat_template
-    with template_errors(f"{name}: the chat template fails on the first example"):
-        text = str(apply(plain, tokenize=False, **options))
-        ids = apply(plain, return_dict=True, **options)
-        if not only_assistant:
-            return text, ids["input_ids"], []
-        if not has_marks(tokenizer.get_chat_template(tools=options.get("tools"))):
-            columns = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
-            (tokens,) = next(encode(columns, "sft", tokenizer, assistant_only_loss=True)).sides
-            return text, tokens.ids, tokens.trained
-        try:
-            marked = apply(plain, return_dict=True, return_assistant_tokens_mask=True, **options)
-        except OverflowError:  # transformers, where the markers enclose nothing
-            return text, ids["input_ids"], []
-        return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
 
 
 def within_vocabulary(

@@ -17,9 +17,10 @@ from ..core.silence import quiet_libraries
 from ..tasks import TASKS, TaskName
 from .cache import cache_key, cached, folder_errors
 from .encode import BATCH_SIZE, encode
-from .masks import EMPTY_REASON, token_columns
+from .masks import token_columns
+from .rendering import TEMPLATE_REMEDY
 from .split import LoadedSplit
-from .turns import EMPTY_ANSWER
+from .turns import CUT_ANSWER, EMPTY_ANSWER
 
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
 _IDS = List(Value("int32"))
@@ -85,14 +86,23 @@ def tokenize(
     return tokens
 
 
-def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:
+def without_empty_answers(
+    split: LoadedSplit, tokens: Dataset, remedy: str = TEMPLATE_REMEDY
+) -> tuple[LoadedSplit, Dataset]:
     """(the split, its tokens) without such examples, which are counted under `dropped`; unchanged
     if there are none.
 
-    tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is
-    left.
+    tokens: of `tokenize`, of the split's examples. remedy: for answers of which the template prints
+    a part. Raises UserError if there are any, or if no example of a source is left.
     """
     rows = tokens["left_out"][:]
+    if cut := [i for i, kinds in enumerate(rows) if CUT_ANSWER in kinds]:
+        example: Any = split.dataset[cut[0]]
+        answer = (example.get("messages") or example.get("completion") or example["chosen"])[-1]
+        raise UserError(
+            f"{split.source['path']}: {CUT_ANSWER}, in {len(cut):,} of {len(rows):,} examples, such"
+            f" as in {answer['content'][:60]!r}; {remedy}"
+        )
     indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
     if len(indices) == len(rows):
         return split, tokens
@@ -103,10 +113,10 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(
-            f"{name}: in each example {EMPTY_REASON}; set model.chat_template to a template that"
+            f"{name}: in each example {EMPTY_ANSWER}; set model.chat_template to a template that"
             " prints tool calls, or remove this split"
         )
-    dropped = {**split.dropped, EMPTY_REASON: len(rows) - len(indices)}
+    dropped = {**split.dropped, EMPTY_ANSWER: len(rows) - len(indices)}
     rest = replace(
         split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources
     )

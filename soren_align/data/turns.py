@@ -35,8 +35,12 @@ ROLES: dict[str, tuple[str, ...]] = {
     "tool": ("name", "tool_call_id"),
 }
 """The roles -> the keys of their turns beside role, content and weight."""
-EMPTY_ANSWER = "all of an answer"
-"""The kind of `left_out` parts that leave nothing of a trained answer."""
+EMPTY_ANSWER = "an answer has only tool calls, which the chat template does not print"
+"""The kind of `left_out` parts that leave nothing of a trained answer. Training on such an example
+would teach silence. It is dropped, and not only its answer: what follows would be trained as an
+answer without the call and its result."""
+CUT_ANSWER = "the chat template leaves out a part of the last answer, such as its reasoning"
+"""Another such kind: training would teach another answer than the data have."""
 _KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
 _KINDS |= {list: "a list", type(None): "null"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -148,7 +152,7 @@ def _call_problem(call: Any) -> str | None:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if not (isinstance(name, str) and name.strip()):
         return "has a tool call without a name"
-    if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):
+    if not isinstance(arguments, str) or not isinstance(parsed(arguments), dict):
         return f"has a call of {name[:60]!r} whose arguments are no JSON object"
     return None
 
@@ -205,6 +209,15 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), type(value).__name__)
 
 
+def without_nulls(value: Any) -> Any:
+    """A value whose objects, at any depth, have no null: Arrow gives each the keys of all others in
+    its column, with null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
     """A turn, or a list of turns, with OpenAI's keys, the names in ROLES and weights of 0 or 1; any
     other value unchanged.
@@ -233,7 +246,7 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
 
     # Tool calls: ShareGPT's function_call has them as text, OpenAI's first format as one object.
     if role == "tool_call":
-        calls = _parsed(content)
+        calls = parsed(content)
         turn |= {"role": "assistant", "content": ""}
         turn["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif "function_call" in turn and "tool_calls" not in turn:
@@ -270,7 +283,7 @@ def _call(call: Any) -> Any:
         return call
     function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments", function.get("parameters"))
-    arguments = {} if arguments in (None, "") else _parsed(arguments)
+    arguments = {} if arguments in (None, "") else parsed(arguments)
     # As text: objects of unlike keys do not fit one Arrow column, and numbers would lose their
     # form.
     if isinstance(arguments, dict):
@@ -279,7 +292,7 @@ def _call(call: Any) -> Any:
     return {"id": call["id"], **made} if isinstance(call.get("id"), str) else made
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """The JSON in a text; any other value, or a text that is no JSON, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -313,7 +326,7 @@ def options(example: Mapping[str, Any]) -> dict[str, str]:
     texts = {}
     for column in OPTIONS:
         value = example.get(column)
-        value = _parsed(value) if isinstance(value, str) and value.strip() else value
+        value = parsed(value) if isinstance(value, str) and value.strip() else value
         if value in (None, "", [], {}):
             continue
         if column == "tools":

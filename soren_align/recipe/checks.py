@@ -444,6 +444,10 @@ def _check_training(raw: _Raw) -> None:
             " the examples would attend to each other; remove this key, or write packing: true"
         )
         raw.report(("trainer", "eval_packing"), message)
+    strategy = trainer.get("train_sampling_strategy")
+    if raw.get("task") == "dpo" and strategy in ("group_by_length", "batch_rebalance"):
+        message = "needs one length for each example, but a pair has two answers; remove this key"
+        raw.report(("trainer", "train_sampling_strategy"), message)
     # find_spec and no import: the answer comes within a second, and without torch.
     if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
         message = (

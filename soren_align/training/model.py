@@ -33,7 +33,7 @@ from ..core.files import (
     resolve_path,
     write,
 )
-from ..data import encode, set_template, trained_tokenizer, within_vocabulary
+from ..data import check_template, dataset_of, set_template, trained_tokenizer, within_vocabulary
 from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..recipe.schema import TrainedTokenizer
 from ..run import weights
@@ -217,11 +217,15 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
     tokenizer = weights.load_tokenizer(source, revision, place=_named(recipe, source))
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
-    # Try the template on two answers before TRL's variant: a template whose answers can be derived
-    # stays the user's.
+    # Try the template on two answers before TRL's variant: a template whose answers can be derived,
+    # with their reasoning and a stop token, stays the user's.
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
-            list(encode({"messages": [TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
+            turns = [
+                turn | {"content": f"<think>\n{turn['role']}\n</think>\n\n{turn['content']}"}
+                for turn in TWO_ANSWERS
+            ]
+            check_template(tokenizer, "sft", True, dataset_of([{"messages": turns}]))
         except ValueError:
             # TRL does not support the template, or it fails on a conversation of TRL's:
             # check_template reports it.

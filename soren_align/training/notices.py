@@ -1,7 +1,12 @@
 """Findings about data and chat template that do not stop a run."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import trl
+from trl.chat_template_utils import get_training_chat_template
 
 from .. import data
 from ..core.errors import UserError
@@ -112,3 +117,15 @@ def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
         "prompts and answers are plain texts, and are trained with the model's chat template. To "
         f"{without}. To hide this notice, write true for this key"
     ]
+
+
+def template_remedy(tokenizer: Any) -> str:
+    """What to set where the chat template leaves out answers or their stop token: TRL's training
+    template, if it has one of this template.
+    """
+    with contextlib.suppress(Exception):  # TRL does not support the template
+        text = get_training_chat_template(tokenizer)
+        for file in Path(trl.__file__).parent.glob("chat_templates/*_training.jinja"):
+            if file.read_text(encoding="utf-8") == text:
+                return f"set model.chat_template to TRL's training template of this model, {file}"
+    return data.TEMPLATE_REMEDY

@@ -249,11 +249,9 @@ class TokenStream:
                 name: [example.get(name) for example in batch] for name in self.stream.columns
             }
             for example in data.encode(columns, self.task, self.tokenizer, *self.loss):
-                reason = (
-                    data.EMPTY_REASON
-                    if data.EMPTY_ANSWER in example.left_out
-                    else example.drop_reason(max_length)
-                )
+                # Where whole data are read first, a cut answer is refused.
+                lost = {data.EMPTY_ANSWER, data.CUT_ANSWER}.intersection(example.left_out)
+                reason = min(lost) if lost else example.drop_reason(max_length)
                 if reason:
                     self.dropped[reason] += 1
                     continue

@@ -31,7 +31,7 @@ from .adapters import add_empty_adapter, freeze
 from .measure.measurements import matching
 from .measure.samples import Prompt, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
-from .notices import plain_pair_notices, setup_notices
+from .notices import plain_pair_notices, setup_notices, template_remedy
 from .packing import Packing, TokenStream, pack
 
 T = TypeVar("T")
@@ -127,6 +127,7 @@ def set_up_training(
         bool(recipe.trainer.get("assistant_only_loss")),
         train.dataset,
         recipe.trainer.get("completion_only_loss"),
+        template_remedy(tokenizer),
     )
     final_notices = generation_notices(recipe, start)
 
@@ -389,7 +390,7 @@ def tokenize_splits(
         tokens = data.tokenize(
             split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report
         )
-        return data.without_empty_answers(split, tokens)
+        return data.without_empty_answers(split, tokens, template_remedy(tokenizer))
 
     train, train_tokens = tokenized(splits.train, on_examples)
     if splits.eval is None:

@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from trl import DPOTrainer, SFTTrainer
 
@@ -53,6 +54,7 @@ class SorenTrainerMixin(Trainer):
     optimizer_check: OptimizerCheck
     measurements: Measurements
     starting_weights: StartingWeights
+    train_sampler: Any = None
 
     def __init__(
         self,
@@ -207,7 +209,19 @@ class SorenTrainerMixin(Trainer):
         with uncached():
             return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        self.train_sampler = super()._get_train_sampler(*args)
+        return self.train_sampler
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # The order is that of seed and epoch, as a random sampler's: on all ranks, whatever they
+        # drew before, and after a resume.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if isinstance(self.train_sampler, LengthGroupedSampler):
+            self.train_sampler.generator = torch.Generator().manual_seed(seed + kwargs["epoch"])
+        elif isinstance(self.train_sampler, BatchRebalanceSampler):
+            self.train_sampler.seed = seed
+            self.train_sampler.set_epoch(kwargs["epoch"])
         # A run that is resumed at its last step, or after early stopping, takes none.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True

@@ -63,20 +63,31 @@ def t5():
     return tokenizers
 
 
-@pytest.mark.parametrize("columns", [
-    {"text": ["a b", "b a a</s>"]}, {"prompt": ["a b", "b"], "completion": [" a", " b b</s>"]},
+TEXTS_OF = pytest.mark.parametrize(("task", "columns"), [
+    ("sft", {"text": ["a b", "b a a</s>"]}), ("sft", {"prompt": ["a b", "b"], "completion": [" a", " b b</s>"]}),
+    ("dpo", {"prompt": ["a b"], "chosen": [" a"], "rejected": [" b</s>"]}),
 ])  # fmt: skip
-def test_a_text_has_one_end_token_with_a_tokenizer_that_adds_its_own(t5, columns):
-    adding, plain = (list(encode(columns, "sft", tokenizer, False)) for tokenizer in t5)
-    assert adding == plain
-    assert all(example.sides[0].ids.count(1) == 1 and example.sides[0].ids[-1] == 1 for example in adding)
 
 
-def test_answers_of_a_pair_have_one_end_token_too(t5):
-    columns = {"prompt": ["a b"], "chosen": [" a"], "rejected": [" b</s>"]}
-    adding, plain = (list(encode(columns, "dpo", tokenizer, False)) for tokenizer in t5)
+@TEXTS_OF
+def test_a_text_has_one_end_token_with_a_tokenizer_that_adds_its_own(t5, task, columns):
+    adding, plain = (list(encode(columns, task, tokenizer, False)) for tokenizer in t5)
     assert adding == plain
-    assert [side.ids.count(1) for side in adding[0].sides] == [1, 1]
+    assert all(side.ids.count(1) == 1 and side.ids[-1] == 1 for example in adding for side in example.sides)
+
+
+@TEXTS_OF
+def test_a_rendered_text_has_one_start_token_with_a_tokenizer_that_adds_its_own(t5, task, columns):
+    _, tokenizer = t5
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    first = next(iter(columns))
+    rendered = {**columns, first: [f"<pad>{text}" for text in columns[first]]}
+    examples, expected = (list(encode(batch, task, tokenizer, False)) for batch in (rendered, columns))
+    assert examples == expected
+    assert {side.ids.count(0) for example in examples for side in example.sides} == {1}
 
 
 def test_a_start_token_that_is_also_the_end_token_is_no_end(t5):

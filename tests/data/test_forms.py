@@ -70,10 +70,6 @@ FORMS |= {
                {"prompt": [{"role": "user", "content": "Sum up.\nA lynx sleeps."}], "completion": [answer("Sleep.")]}),
     "Alpaca without input": ("sft", {"instruction": "Speak.", "input": "", "output": "Meow."}, ALPACA,
                              {"prompt": [{"role": "user", "content": "Speak."}], "completion": [answer("Meow.")]}),
-    "Alpaca with a system": (
-        "sft", {"instruction": "Speak.", "output": "Meow.", "system": "You are a lynx."}, ALPACA,
-        {"prompt": [{"role": "system", "content": "You are a lynx."}, {"role": "user", "content": "Speak."}],
-         "completion": [answer("Meow.")]}),
     "Alpaca preferences": (
         "dpo", {"instruction": "Speak", "input": "now", "chosen": "Hay.", "rejected": "No."},
         "Alpaca instructions and pairs of answers, as turns",
@@ -91,8 +87,22 @@ FORMS |= {
                        "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
                       {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]}]},
         "chat messages", {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]}),
+    "messages with the same system twice": ("sft", {"system": "You keep a zoo.", "messages": CHAT}, "chat messages",
+                                            {"messages": CHAT}),
+    "Alpaca with a history": (
+        "sft", {"instruction": "And now?", "output": "Meow.", "history": [["Speak.", "Purr."]], "system": "Be a lynx."},
+        ALPACA,
+        {"prompt": [{"role": "system", "content": "Be a lynx."}, {"role": "user", "content": "Speak."},
+                    answer("Purr."), {"role": "user", "content": "And now?"}], "completion": [answer("Meow.")]}),
     "messages in ShareGPT's keys": ("sft", {"messages": spoken(CHAT)}, "chat messages", {"messages": CHAT}),
     "conversations in messages' keys": ("sft", {"conversations": CHAT}, "ShareGPT conversations", {"messages": CHAT}),
+}  # fmt: skip
+SYSTEM = {"role": "system", "content": "Be short."}
+FORMS |= {
+    f"{form}, with a system": (task, {**row, "system": SYSTEM["content"]}, words, {
+        column: turns if column == "completion" else [SYSTEM, *turns] for column, turns in given.items()})
+    for form, (task, row, words, given) in FORMS.items()
+    if all(isinstance(turns, list) and turns[0]["role"] != "system" for turns in given.values())
 }  # fmt: skip
 
 
@@ -151,6 +161,36 @@ def test_own_names_are_read_as_the_recipe_says(write, monkeypatch, kind, names):
     assert {key: loaded.source.get(key, {}) for key in names} == names
 
 
+@pytest.mark.parametrize(("task", "row", "columns", "unread"), [
+    ("sft", {"q": "Why?", "a": "So.", "s": "Be short."}, {"prompt": "q", "completion": "a", "system": "s"}, "system"),
+    ("sft", {"q": "Why?"}, {"text": "q", "role": "who"}, "role"),
+    ("dpo", PAIRED | {"h": [["Hi", "Ho"]]}, {"chosen": "chosen", "rejected": "rejected", "history": "h"}, "history"),
+])  # fmt: skip
+def test_a_listed_column_is_read_or_refused(write, task, row, columns, unread):
+    with pytest.raises(UserError, match=f"columns lists {unread}, which is not read, because the format is "):
+        load_split(split(write("rows.jsonl", [row]), columns=columns), task)
+
+
+def test_text_that_no_token_has_is_told_unless_columns_are_listed(write):
+    pair = FORMS["three texts"][1] | {"critique": "Too short.", "history": [["Hi", "Ho"]], "id": "x-1"}
+    (notice,) = load_split(split(write("rows.jsonl", [pair])), "dpo").notices
+    assert "the model does not see the columns critique, history. To train on them, map them in `columns`" in notice
+    assert notice.endswith("columns: {prompt: prompt, chosen: chosen, rejected: rejected}")
+    names = {name: name for name in ("prompt", "chosen", "rejected")}
+    assert load_split(split(write("rows.jsonl", [pair]), columns=names), "dpo").notices == ()
+
+
+def test_only_some_rows_or_files_need_have_a_column(write, tmp_path):
+    (_, *row, given), (_, *other, also) = (FORMS[f"ShareGPT, other words{more}"] for more in ("", ", with a system"))
+    rows = [row[0], other[0]]
+    for number, row in enumerate(rows):
+        write(f"{number}.jsonl", [row])
+    both = [load_split(split(path), "sft").dataset for path in (write("rows.jsonl", rows), f"{tmp_path}/?.jsonl")]
+    assert [list(dataset) for dataset in both] == [[given, also]] * 2
+    late = refused(split(write("rows.jsonl", [*rows[:1] * 60, rows[1]])))
+    assert ":61: has the key system, which none of the first examples has" in late
+
+
 def test_other_names_are_another_dataset(write):
     path = write("rows.jsonl", [{"a": "one", "b": "two"}])
     first = load_split(split(path, columns={"text": "a"}), "sft")
@@ -191,6 +231,10 @@ BAD = [
     ("Alpaca", {"instruction": " ", "input": "x", "output": "y"}, "instruction is empty"),
     ("Alpaca", {"instruction": "x", "input": 3, "output": "y"}, "input is a number, not text"),
     ("Alpaca", {"instruction": "x", "input": None, "output": ""}, "output is empty"),
+    ("Alpaca with a history", {"instruction": "x", "history": ["Hi"], "output": "y"}, "history is no list of .quest"),
+    ("messages with the same system twice", {"messages": CHAT, "system": 3}, "system is a number, not text"),
+    ("messages with the same system twice", {"messages": CHAT, "system": "x"}, "the column system has another text"),
+    ("ShareGPT", {"conversations": spoken(CHAT), "images": ["a.png"]}, "has images, but only text is trained"),
     ("hh-rlhf", {"chosen": "Hay.", "rejected": f"{HH} No."}, "chosen does not start with 'Human:'"),
     ("hh-rlhf", {"chosen": f"{HH} ", "rejected": f"{HH} No."}, r"chosen\[3\] has empty content"),
     ("hh-rlhf", {"chosen": f"{HH} x\n\nAssistant: y", "rejected": HH}, r"chosen\[3\] and chosen\[4\] are both assi"),

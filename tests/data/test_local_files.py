@@ -58,13 +58,14 @@ def test_the_separator_of_a_csv_file_is_that_of_its_first_line(tmp_path, delimit
     assert loaded.dataset[0]["completion"] == [{"role": "assistant", "content": "b"}]
 
 
+LATIN = "; if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8"
 BAD_FILES = {  # name: (content, what is said)
     "fields.csv": (b"text,id\na,1\nb\n", "fields.csv:3: has 1 fields, but the file has 2 columns"),
     "names.csv": (b"text,text\na,1\n", "names.csv:1: a column's name is empty or occurs twice in: text, text; write"),
     "blank.csv": (b"text,\na,1\n", "blank.csv:1: a column's name is empty or occurs twice in: "),
     "quote.csv": (b'text\n"a\n\n"\n"never ends\n', "quote.csv:5: is no valid CSV: unexpected end of data"),
-    "latin.csv": (b"text\na\n\xfc\n", "latin.csv:3: is not UTF-8"),
-    "latin.txt": (b"a\n\xfc\n", "latin.txt:2: is not UTF-8 at byte 1 of the line"),
+    "latin.csv": (b"text\na\n\xfc\n", f"latin.csv:3: is not UTF-8{LATIN}"),
+    "latin.txt": (b"a\n\xfc\n", f"latin.txt:2: is not UTF-8 at byte 1 of the line{LATIN}"),
     "empty.csv": (b"", "empty.csv: has no examples"),
     "head.csv": (b"text\n", "head.csv: has no examples"),
     "plain.jsonl.gz": (b"{}", "plain.jsonl.gz: cannot be decompressed: Not a gzipped file"),
@@ -95,15 +96,6 @@ def test_a_file_in_utf_16_is_refused_as_a_whole(tmp_path, name, encoding):
     message = rf"{name}: is in UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
     with pytest.raises(UserError, match=message):
         list(records.read_records(tmp_path / name))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
-def test_a_line_in_latin_1_is_named_with_the_remedy(tmp_path, name):
-    (tmp_path / name).write_bytes(b"text\n" * name.endswith("csv") + ENCODED.encode("latin-1"))
-    bad = [record.reason for _, record in records.read_records(tmp_path / name) if not isinstance(record, dict)]
-    assert len(bad) == 1
-    assert bad[0].startswith("is not UTF-8")
-    assert bad[0].endswith("if the file is in Latin-1, convert the file: iconv -f LATIN1 -t UTF-8")
 
 
 @pytest.fixture

@@ -99,9 +99,6 @@ PLAIN = {
     "text": [{"text": text + ("<|im_end|>" if i == 0 else "")} for i, text in enumerate(TEXT)],
     "completions": [
         {"prompt": text, "completion": " It eats " + "hay " * (i % 9) + "ü."} for i, text in enumerate(TEXT)],
-    "turns and completion": [{"prompt": chat(i)[:-1], "completion": chat(i)[-1:]} for i in range(NUM_ROWS)],
-    "ShareGPT": [{"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in chat(i)]}
-                 for i in range(NUM_ROWS)],
 }  # fmt: skip
 PLAIN_PAIRS = {
     "texts": [{"prompt": text, "chosen": " Hay " * (1 + i % 5), "rejected": " no"} for i, text in enumerate(TEXT)],
@@ -110,6 +107,7 @@ PLAIN_PAIRS = {
 }  # fmt: skip
 
 
+TURNS = [{"prompt": chat(i)[:-1], "completion": chat(i)[-1:]} for i in range(NUM_ROWS)]
 MANY = {"prompt": chat(1, turns=2, system=True)[:-2], "completion": chat(1, turns=2, system=True)[-2:]}
 
 
@@ -118,7 +116,7 @@ MANY = {"prompt": chat(1, turns=2, system=True)[:-2], "completion": chat(1, turn
 def test_of_a_completion_in_turns_the_completion_is_trained(
     checkpoint, write, tmp_path, completion_only_loss, max_length, assistant_only_loss
 ):
-    dataset = load_split(split(write("rows.jsonl", [*PLAIN["turns and completion"], MANY])), "sft").dataset
+    dataset = load_split(split(write("rows.jsonl", [*TURNS, MANY])), "sft").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     how = {"assistant_only_loss": assistant_only_loss, "max_length": max_length}
     only = completion_only_loss is not False
@@ -164,15 +162,6 @@ def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp
     dataset = load_split(rows, "dpo").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     counted_as_dpo(checkpoint, dataset, tokenizer, tmp_path, max_length)
-
-
-@pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_a_row_that_training_drops_is_never_silent(make_tokenizer, rows, task):
-    counted = dataset_stats(rows(task), task, make_tokenizer(), max_length=8, assistant_only_loss=True)
-    assert counted.num_kept == 0
-    (reason,) = counted.dropped
-    assert "max_length 8" in reason
-    assert (counted.example, counted.trained_share, counted.stop_token_trained) == ([], 0.0, False)
 
 
 def test_lengths_are_percentiles_of_whole_rows(make_tokenizer):

@@ -10,13 +10,10 @@ from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.data import check_template, set_template
+from soren_align.data import set_template
 from tests.support import published_tokenizers as tokenizers_like
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig, SFTTrainer
 
 ORIGINALS = Path(__file__).parent / "originals"
 MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}
@@ -62,22 +59,6 @@ def test_exactly_what_the_assistant_says_and_its_stop_token_are_trained(name, ch
     said = [turn["content"] + STOP[name] for turn in chat if turn["role"] == "assistant"]
     assert [tokenizer.decode(span) for span in spans] == said
     assert all(span[-1] == tokenizer.eos_token_id for span in spans)
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_trl_trains_the_same_tokens(name, tmp_path):
-    tokenizer = ours(name)
-    tokenizer.save_pretrained(tmp_path)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # what is saved brings template and stop token along
-    rows = Dataset.from_list([{"messages": [S, U, A, U2, A2]}])
-    check_template(tokenizer, "sft", True, rows)
-    how = {"assistant_only_loss": True, "use_cpu": True, "bf16": False, "report_to": "none"}
-    args = SFTConfig(output_dir=tmp_path / "run", **how)
-    (row,) = SFTTrainer(str(tmp_path), args, train_dataset=rows, processing_class=tokenizer).train_dataset
-    trained = tokenizer.decode([label for label in row["labels"] if label != -100])
-    assert trained == A["content"] + STOP[name] + A2["content"] + STOP[name]
 
 
 def test_a_stop_token_is_one_token_of_the_vocabulary():

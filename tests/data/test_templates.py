@@ -1,10 +1,14 @@
-"""check_template: a template that cannot carry the training is refused on the first example."""
+"""check_template: a template that cannot carry the training is refused on the first example, or on a later one."""
+
+from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from soren_align.core.errors import UserError
-from soren_align.data import check_template, dataset_stats
-from tests.support.conversations import CHATML, chat, pair_row
+from soren_align.data import check_template, dataset_stats, load_split, open_stream, tokenize, without_empty_answers
+from soren_align.training.packing import TokenStream
+from tests.support.conversations import CHATML, chat, pair_row, split
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 TWO = Dataset.from_list([{"messages": chat(1, turns=2)}])
@@ -12,6 +16,7 @@ DPO = Dataset.from_list([{column: pair_row(1)[column] for column in ("chosen", "
 PICKY = Dataset.from_list([{"messages": chat(1)}, {"messages": [
     {"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]}])  # fmt: skip
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+WITHOUT_REASONING = PLAIN.replace("{{ m['content']", "{{ m['content'].split('</think>')[-1]")
 
 
 def refused(tokenizer, task="sft", assistant_only_loss=True, rows=SFT):
@@ -74,9 +79,57 @@ def test_a_template_that_leaves_out_the_answer_is_refused(make_tokenizer, task):
     assert "without the answer 'Animal number 1" in refused(make_tokenizer(mute), task)
 
 
+def reasoned(content="The sum is 3."):
+    return {"role": "assistant", "content": f"<think>\nI add 1 and 2.\n</think>\n\n{content}"}
+
+
+# the examples of a file whose first one has no reasoning, and the number of those whose last answer is cut
+CUT = {
+    "messages": ("sft", [{"messages": chat(1)}, *[{"messages": [*chat(1)[:-1], reasoned()]}] * 2], 2),
+    "completions": ("sft", [{"prompt": chat(1)[:-1], "completion": [answer]} for answer in (chat(1)[-1], reasoned())],
+                    1),
+    "equal pairs": ("dpo", [pair_row(1), *[{"chosen": [*chat(1)[:-1], reasoned()], "rejected": [*chat(1)[:-1],
+                    {"role": "assistant", "content": "The sum is 3."}]}] * 2], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CUT)
+def test_a_last_answer_of_which_the_template_prints_a_part_is_refused_wherever_it_is(
+    make_tokenizer, write, tmp_path, form
+):
+    task, rows, number = CUT[form]
+    loaded = load_split(split(write("rows.jsonl", rows)), task)
+    for template in (PLAIN, PLAIN.replace("m['content']", "m['content'] | replace('\n\n', '\n') | trim")):
+        tokens = tokenize(loaded.dataset, task, make_tokenizer(template), tmp_path / "cache")
+        assert len(without_empty_answers(loaded, tokens)[1]) == len(rows)
+    tokens = tokenize(loaded.dataset, task, make_tokenizer(WITHOUT_REASONING), tmp_path / "cache")
+    with pytest.raises(
+        UserError, match=f"part of the last answer.* in {number} of {len(rows)} examples.*; set model.c"
+    ):
+        without_empty_answers(loaded, tokens)
+
+
+def test_reasoning_that_the_template_removes_from_earlier_answers_is_counted(make_tokenizer):
+    earlier = [chat(1)[0], reasoned(), *chat(2)]
+    rows = [{"messages": turns} for turns in (chat(1), earlier, [earlier[0], {**earlier[1], "weight": 0}, *chat(2)])]
+    counted = dataset_stats(Dataset.from_list(rows), "sft", make_tokenizer(WITHOUT_REASONING), max_length=None)
+    assert counted.num_left_out == {"a part of earlier answers": 1}
+
+
+def test_a_stream_drops_each_answer_that_the_template_cuts(make_tokenizer, write):
+    rows = [{"messages": chat(i)} if i % 3 else {"messages": [chat(i)[0], reasoned()]} for i in range(30)]
+    preview, _ = open_stream([split(write("rows.jsonl", rows), weight=1)], "sft", 30, 0)
+    args = SimpleNamespace(max_length=None)
+    stream = TokenStream(preview.stream, "sft", make_tokenizer(WITHOUT_REASONING), args, (False, True))
+    assert len(list(islice(stream.rows(), 20))) == 20
+    (reason,) = stream.dropped
+    assert "leaves out a part of the last answer" in reason
+    assert stream.dropped[reason] == 10
+
+
 def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
     nothing = PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
-    assert "marks no token of the first example" in refused(make_tokenizer(nothing))
+    assert "marks no token of an answer" in refused(make_tokenizer(nothing))
 
 
 def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
@@ -121,5 +174,9 @@ def test_a_stop_token_that_is_not_the_templates_is_told(make_tokenizer, task, ro
     assert notice.startswith(words)
     endless = PLAIN.replace("+ '<|im_end|>'", "").replace("<|im_end|>", "")
     (notice,) = check_template(make_tokenizer(endless), task, False, rows)
-    assert "ends answers without a stop token, so the model will not learn to stop at <|im_end|>" in notice
+    assert "ends answers without a stop token, so the model will not learn to stop at <|im_end|>; set model" in notice
+    if task == "sft":  # the answers alone are trained: nothing would follow them
+        assert "ends answers without a stop token, so the model will not learn to stop; set" in refused(
+            make_tokenizer(endless)
+        )
     assert check_template(make_tokenizer(), task, False, rows) == []

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import trl
 from datasets import Dataset
 from soren_align.core.errors import UserError
 from soren_align.data import check_template, dataset_stats, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encode import encode
+from soren_align.data.turns import EMPTY_ANSWER
 from tests.support.conversations import chat, refused, split
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -41,7 +44,7 @@ FORMS = {
         "messages": [
             USER, {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": json.dumps(ARGUMENTS)}},
             {**RESULT, "role": "function"}, LAST],
-        "tools": [FUNCTION]},
+        "functions": [FUNCTION]},
     "LLaMA-Factory": {
         "conversations": [{"from": who, "value": text} for who, text in [*SPOKEN, ("gpt", LAST["content"])]],
         "tools": json.dumps([FUNCTION])},
@@ -80,6 +83,25 @@ def test_every_form_is_the_same_example_with_the_same_tokens(loaded, qwen, form)
 
 
 CALLS = FORMS["OpenAI"]["messages"]
+
+
+def test_keys_that_arrow_filled_with_null_are_absent(write, tmp_path, monkeypatch):
+    def row(name, **arguments):
+        call, schema = {"name": name, "arguments": arguments}, {key: {"type": "string"} for key in arguments}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": schema}}}
+        turns = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, RESULT, LAST]
+        return {"messages": turns, "tools": [tool], "chat_template_kwargs": {f"of_{name}": True}}
+
+    rows = [row("weather", city="Bern"), row("convert", unit="m", size={"depth": 1.5})]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    published = Dataset.from_list(rows)
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda *asked: (published, "c0ffee"))
+    paths = (write("rows.jsonl", rows), tmp_path / "rows.parquet", "owner/rows")
+    lines, *others = (list(load_split(split(path), "sft").dataset) for path in paths)
+    assert others == [lines, lines]
+    assert "null" not in json.dumps(lines)
+
+
 INVALID = {
     "messages[1] has a call of 'get_weather' whose arguments are no JSON object":
         [USER, {"role": "assistant", "tool_calls": [{**CALL, "arguments": "{"}]}],
@@ -143,8 +165,8 @@ REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
     ("qwen3", REASONED, None, {}),
     ("qwen2_5", REASONED, None, {"reasoning": 2}),
     ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
-    ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
-    ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
+    ("lfm2", CALLS, TOOLS, {"tool calls": 2, EMPTY_ANSWER: 2}),  # though the list of tools has its name
+    ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, EMPTY_ANSWER: 2}),
 ])  # fmt: skip
 def test_parts_that_the_template_ignores_are_counted(qwen, loaded, template, turns, tools, left_out):
     dataset = loaded([{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}])

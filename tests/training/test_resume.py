@@ -25,6 +25,7 @@ from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import command
 from tests.support.tiny_run import Hostile, Kill, TinyRun, after_step, die, flip_bit, reseal, same, stop_after
 from tests.support.trainer_parity import logged, weights
+from transformers import Trainer
 
 pytestmark = pytest.mark.model
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.limit=8")
@@ -57,6 +58,24 @@ def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resume
 ], ids=["in memory", "streamed"])  # fmt: skip
 def test_a_resumed_run_packs_the_same_sequences(resumed, keys):
     resumed(3, "sft", "trainer.packing=true", *keys)
+
+
+def test_a_resumed_run_groups_the_same_examples(resumed):
+    # in the middle of the second epoch
+    resumed(5, "sft", "trainer.train_sampling_strategy=group_by_length", "data.train.limit=24", "data.eval=null")
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_ranks_group_the_same_examples_whatever_they_drew_before(tiny_run, monkeypatch, strategy):
+    orders = []
+    monkeypatch.setattr(Trainer, "_run_epoch", lambda self, epoch: orders.append(list(self.train_sampler)))
+    trainer = tiny_run("sft", f"trainer.train_sampling_strategy={strategy}", "data.eval=null").trainer()
+    trainer.state.max_steps = 6
+    trainer._get_train_sampler()
+    for noise, epoch in ((0, 1), (1, 1), (0, 2)):
+        torch.manual_seed(noise)
+        trainer._run_epoch(epoch=epoch)
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run):

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, TrainerCallback
 from ...core.errors import UserError
 from ...core.files import append, parse_json, read_text, resolve_path
 from ...core.text import print_labelled
-from ...data import template_errors
+from ...data import template_errors, text_ids
 from ...recipe import Samples
 from ...run.folder import read_metrics
 from ...sharding.ranks import Ranks
@@ -91,7 +91,7 @@ def prompt_ids(prompt: str | list[dict[str, Any]], tokenizer: Any, subject: str)
     subject: see `template_errors`.
     """
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        return text_ids(prompt, tokenizer)
     with template_errors(subject):
         return list(
             tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)[
