@@ -416,7 +416,7 @@ def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
     ("run=runs/mine", "run: {output_dir: runs/mine}"),
     ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
     ("run.early_stopping=true", "early_stopping: {patience: 3}"), ("model.lora=true", "lora: {r: 16}"),
-    ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section: indented keys below this key"),
+    ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section: indented keys below this key, or trainer.KEY=VALUE"),
 ])  # fmt: skip
 def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setting, remedy):
     with pytest.raises(UserError) as error:
