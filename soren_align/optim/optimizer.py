@@ -166,10 +166,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 for group in self.param_groups
                 if group.get("adjust_lr_fn") == self.own_adjust_lr_fn
             ]
-            matrices = [p for group in groups for p in group["params"]]
-            num_rows, num_columns = max(
-                (tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1)
-            )
+            matrices = [p for group in groups for p in group["params"] if p.numel() and p.ndim > 1]
+            shapes = (tuple(p.shape[-2:]) for p in matrices)
+            num_rows, num_columns = max(shapes, key=max, default=(1, 1))
             rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
             rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
             if SMALL_UPDATES * rms <= MATCH_RMS:

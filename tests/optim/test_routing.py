@@ -196,8 +196,16 @@ def test_every_trainable_parameter_is_in_exactly_one_group(tied):
 def test_a_model_without_matrices_is_refused():
     with pytest.raises(ValueError, match=r"LayerNorm has no weight matrix for a spectral optimizer \(1-dimensional"):
         param_groups(nn.LayerNorm(3), aux_lr=0.1)
-    with pytest.raises(ValueError, match=r"\(no trainable parameter\)"):
-        param_groups(nn.Linear(3, 3).requires_grad_(False), aux_lr=0.1)
+
+
+def test_adamw_trains_a_model_without_matrices():
+    norm = nn.LayerNorm(3)
+    (group,) = build_optimizer(norm, name="adamw", lr=0.1).param_groups
+    assert (group["rule"], group["params"]) == ("adamw", [norm.weight, norm.bias])
+    with pytest.raises(ValueError, match="LayerNorm has no weight matrix"):
+        build_optimizer(norm, name="soren", lr=0.1)
+    with pytest.raises(ValueError, match="Linear has no trainable parameter"):
+        build_optimizer(nn.Linear(3, 3).requires_grad_(False), name="adamw", lr=0.1)
 
 
 def test_the_routing_table_counts_what_there_is():
