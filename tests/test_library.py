@@ -126,7 +126,11 @@ def test_a_wrong_setting_is_refused_before_training(model):
         trainer(model, optimizer_settings={"momentun": 0.9})
     with pytest.raises(ValueError, match="name: no optimizer 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
         trainer(model, optimizer_settings="sorn")
-    for key, value in {"optim": "adafactor", "optim_args": "momentum=0.5", "optim_target_modules": "all-linear"}.items():
+    for key, value in {
+        "optim": "adafactor",
+        "optim_args": "momentum=0.5",
+        "optim_target_modules": "all-linear",
+    }.items():
         with pytest.raises(UserError, match=rf"args.{key}: is {value}, which has no effect here; remove it, and write"):
             completed_settings("soren", trl.SFTConfig("out", **{key: value}))
 

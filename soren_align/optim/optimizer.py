@@ -242,9 +242,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         # a momentum that is rounded at every step may grow above its gradients
         is_rounded = any(group.get("momentum_dtype") == "bfloat16" for group in groups)
-        norm = None if is_rounded else self.gradient_norm
+        bound = math.inf if is_rounded else self._bound
         numbers = checked_numbers(
-            groups, self.state, type(self).__name__, self.strategy, norm, self._bound
+            groups, self.state, type(self).__name__, self.strategy, self.gradient_norm, bound
         )
         self._bound = numbers.bound
         with_grad = [

@@ -16,9 +16,10 @@ Files are written atomically, so that a killed run leaves none truncated.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -320,8 +321,9 @@ class RunFolder:
             if logged and file == self.metrics:
                 # A power cut may lose lines that were appended before the checkpoint was sealed.
                 # The checkpoint has its own copy, whose keys are sorted.
-                own = {_sorted(json.loads(line)): line for line in remaining}
-                saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
+                own = {_sorted(parse_metrics(line)): line for line in remaining}
+                logs = ({"step": log["step"]} | log for log in logged)
+                saved = {_sorted(log): metrics_line(log).removesuffix("\n") for log in logs}
                 num_damaged = len(saved.keys() - own.keys())
                 remaining = [own.get(log, line) for log, line in saved.items()]
                 remedy = f"or missing lines were restored from checkpoint-{step}"
@@ -396,8 +398,24 @@ def parse_metrics(text: str | bytes) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         line = json.loads(text)
         if isinstance(line, dict) and isinstance(line.get("step"), int):
-            return line
+            # A model may answer "NaN": texts of samples are no numbers.
+            return line if "completion" in line else {k: _restored(v) for k, v in line.items()}
     return None
+
+
+def metrics_line(record: Mapping[str, Any]) -> str:
+    """Return a line of metrics.jsonl in strict JSON, in which NaN and infinities are texts, as
+    float() and JavaScript's Number() read them.
+    """
+    plain = {
+        key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def step_of(checkpoint: Path) -> int:

@@ -117,7 +117,9 @@ def test_preflight_finds_what_would_fail_after_training(folder, old, new, messag
     for metric in ("mcc", "perplexity", "bits_per_byte"):
         change(folder, "metric_list:", f"metric_list:\n  - metric: {metric}", "tasks/zoo_mc.yaml")
     if new == "several":
-        filters = "filter_list:\n  - {name: numbers, filter: [{function: regex, regex_pattern: '[0-9]+'}]}\nmetric_list:"
+        filters = (
+            "filter_list:\n  - {name: numbers, filter: [{function: regex, regex_pattern: '[0-9]+'}]}\nmetric_list:"
+        )
         change(folder, "metric_list:", filters, "tasks/zoo_gen.yaml")
     else:
         change(folder, old, new)

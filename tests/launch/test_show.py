@@ -9,7 +9,8 @@ from soren_align.cli.app import main
 from soren_align.core.errors import UserError
 from soren_align.launch import show
 from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, read_curves
-from soren_align.run.folder import read_metrics
+from soren_align.run.folder import RunFolder, metrics_line, parse_metrics, read_metrics
+from soren_align.run.record import divergence
 from tests.support.run_folders import add_results, finished_run
 
 
@@ -50,6 +51,19 @@ def test_damaged_lines_and_values_are_left_out(tmp_path):
     assert read_curves(tmp_path / "m")[LOSS] == [(1, 2.0)]
     assert read_curves(tmp_path / "missing").by_key == {}
     assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1, 2, 2, 3]
+
+
+def test_what_is_not_finite_is_a_text_in_metrics_jsonl_and_a_number_again(tmp_path):
+    line = metrics_line({"step": 1, "loss": math.inf, "low": -math.inf, "eval_loss": math.nan, "x": 0.5, "n": None})
+    values = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert values == {"step": 1, "loss": "Infinity", "low": "-Infinity", "eval_loss": "NaN", "x": 0.5, "n": None}
+    again = parse_metrics(line)
+    assert (again["loss"], again["low"], math.isnan(again["eval_loss"])) == (math.inf, -math.inf, True)
+    assert divergence([again]) == "the loss at the end is NaN or infinite"
+    (tmp_path / "metrics.jsonl").write_text(line)
+    assert RunFolder(tmp_path).drop_measurements_after(1, [again]) == []  # the checkpoint's log is the same
+    assert (tmp_path / "metrics.jsonl").read_text() == line
+    assert parse_metrics('{"step": 1, "completion": "NaN"}')["completion"] == "NaN"
 
 
 def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():

@@ -114,6 +114,21 @@ def test_a_norm_that_is_not_finite_names_the_parameter_and_changes_nothing(value
     assert all(torch.equal(a, b) for a, b in zip(before, weights(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_that_overflows_is_named_and_changes_nothing(dtype):
+    """Clipping by it has made the gradients zero, which are finite."""
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = OPTIMIZERS["soren"]([matrix], lr=0.02, momentum_dtype=dtype)
+    matrix.grad = torch.ones(4, 4)
+    optimizer.step()
+    before = matrix.detach().clone()
+    matrix.grad.zero_()
+    optimizer.gradient_norm = torch.tensor(float("inf"))
+    with pytest.raises(FloatingPointError, match="the norm of the gradients overflows"):
+        optimizer.step()
+    assert torch.equal(matrix, before)
+
+
 def test_no_map_distinguishes_norms_below_the_limit():
     """Neither where the host knows the bound alone, nor in one path of the sigmoid and the other."""
     x = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))

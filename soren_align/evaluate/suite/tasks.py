@@ -121,9 +121,7 @@ def load_tasks(
                 )
             # Checked now: a wrong metric or filter would fail only after the model has answered.
             scores = [key.split(",") for key in score_keys(task)]
-            wanted = [
-                ("metric", name, means) for metric, _ in scores for name in metric.split("+")
-            ]
+            wanted = [("metric", name, means) for metric, _ in scores for name in metric.split("+")]
             wanted += [("filter", name, filters) for _, name in scores]
             for word, name, allowed in wanted:
                 if name not in allowed:
