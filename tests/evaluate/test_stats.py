@@ -2,13 +2,16 @@
 
 import csv
 import json
+import random
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from soren_align.core.errors import UserError
 from soren_align.evaluate.answers.comparison import align, make_results, read_models
 from soren_align.evaluate.answers.files import Columns
 from soren_align.evaluate.stats.intervals import average, score_points
@@ -263,6 +266,33 @@ def test_a_bad_file_gets_one_sentence(name, tmp_path):
     assert problem in result.stderr
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert "; " in result.stderr  # the remedy
+
+
+STRANGE = [None, True, -1, "", "1e999", "\ud800", [], [["acc"]], {"acc": 1}, 10**400, float("nan")]
+
+
+def test_changed_records_are_read_or_refused_in_one_sentence(tmp_path):
+    """Values and keys of samples of lm-eval and of a table, changed in one record or in all."""
+    rng, outcomes, file = random.Random(7), Counter(), tmp_path / "a.jsonl"
+    samples = [json.loads(line) for line in next(lm_eval(tmp_path / "l", RIGHT["a"][:4]).iterdir()).open()]
+    tables = [{"id": f"q{i}", "task": "arc", "score": 1, "cluster": i} for i in range(4)]
+    for _ in range(300):
+        records = json.loads(json.dumps(rng.choice([samples, tables])))
+        key, value = rng.choice([*records[0]]), rng.choice(STRANGE)
+        some = records if rng.random() < 0.5 else [rng.choice(records)]
+        for record in some:
+            record.pop(key)
+            if rng.random() < 0.8:
+                record[key] = value
+        file.write_text("\n".join(json.dumps(rng.choice([r] * 9 + [value])) for r in records))
+        try:
+            align(read_models([str(file)], Columns()), common=False)
+            outcomes["read"] += 1
+        except UserError as error:
+            outcomes["refused"] += 1
+            outcomes["in a sentence"] += str(file) in str(error) and "; " in str(error)
+    assert min(outcomes["read"], outcomes["refused"]) > 50
+    assert outcomes["refused"] == outcomes["in a sentence"]
 
 
 @pytest.mark.process
