@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from soren_align import recipe
 from soren_align.cli import app
-from soren_align.core.errors import UserError
+from soren_align.core.errors import UserError, from_os_error
 from soren_align.core.text import stderr_console
 from soren_align.launch import commands, evaluation, worker
 from soren_align.launch.preparation import prepare
@@ -130,6 +130,13 @@ def test_without_flock_the_refusal_names_the_way_on(folder, monkeypatch, number)
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", "off")
     folder.lock(create=True)
     assert folder.is_locked()
+
+
+def test_a_lock_that_a_broken_disk_refuses_is_no_missing_lock(folder, monkeypatch):
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+    with pytest.raises(OSError, match="Stale") as error:
+        folder.lock(create=True)
+    assert str(from_os_error(error.value)) == f"{folder}/.lock: Stale; check the disk, or the network file system"
 
 
 def test_ranks_hold_a_folder_whose_launcher_was_killed(prepared, make):
@@ -321,6 +328,13 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
 
 
 # -- the operating system ----------------------------------------------------------------------------------------------
+
+
+def test_a_working_directory_that_is_not_utf_8_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert app.main(["runs"]) == 2
+    assert "the path of the working directory is not UTF-8; rename that folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("main", [lambda: app.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],

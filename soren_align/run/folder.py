@@ -89,7 +89,8 @@ class RunFolder:
         return self.path.resolve().name
 
     def __str__(self):
-        return str(self.path)
+        # As a word of a command: `-rf` would be options.
+        return f"./{self.path}" if str(self.path).startswith("-") else str(self.path)
 
     def evaluation(self, suite: str) -> Path:
         """Return the folder for a suite's results.
@@ -250,6 +251,19 @@ class RunFolder:
     def is_locked(self) -> bool:
         """Whether this process holds the folder."""
         return any(lock.is_held(self.path / name) for name in (LOCK, RANKS_LOCK))
+
+    def is_in_use(self) -> bool:
+        """Whether another process trains or evaluates this run, as far as locks can show it."""
+        for file in (self.path / LOCK, self.path / RANKS_LOCK):
+            if file.is_file() and not lock.is_held(file):
+                try:
+                    lock.acquire(file)
+                except lock.LockedError:
+                    return True
+                except (OSError, UserError):  # a read-only folder, or a disk without locks
+                    continue
+                lock.release(file)
+        return False
 
     def refuse_lost_lock(self) -> None:
         """Raise LockedError if this process no longer holds the folder, as after `rm .lock`."""

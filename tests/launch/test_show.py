@@ -11,7 +11,7 @@ from soren_align.launch import show
 from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, read_curves
 from soren_align.run.folder import RunFolder, metrics_line, parse_metrics, read_metrics
 from soren_align.run.record import divergence
-from tests.support.run_folders import add_results, finished_run
+from tests.support.run_folders import add_results, finished_run, lock_of_another_process
 
 
 def write_metrics(file, *lines):
@@ -97,12 +97,22 @@ def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypa
     assert all(len(line) <= 80 for line in text.splitlines() if "pytest" not in line)  # the start is a long path
 
 
-def test_show_of_a_run_that_has_not_ended_names_the_command_that_resumes_it(run, capsys):
+def test_show_of_a_run_that_has_not_ended_names_the_command_that_resumes_it(run, capsys, tmp_path, monkeypatch):
     run.update(status="training", last_error="stopped by a signal")
+    with lock_of_another_process(run):
+        show.show(str(run))
+    text = capsys.readouterr().out
+    assert "notice    another process is training this run\n" in text
+    assert "soren-align sft" not in text
     show.show(str(run))
     text = capsys.readouterr().out
     assert "last error: stopped by a signal" in " ".join(text.split())
+    assert "notice    this run was interrupted; the next command resumes it\n" in text
     assert f"next      soren-align sft {run.recipe}\n" in text
+    monkeypatch.chdir(run.path.rename(tmp_path / "-rf").parent)
+    assert show.next_commands(RunFolder("-rf"), {"status": "training", "task": "sft"})[1] == [
+        "soren-align sft ./-rf/recipe.yaml"
+    ]
 
 
 def test_show_as_json_holds_the_record_the_curves_the_scores_and_the_samples(run, capsys):
