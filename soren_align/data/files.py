@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -177,19 +177,12 @@ class LocalFiles:
                 )
         return cls(files)
 
-    @cached_property
-    def _first_stats(self) -> dict[str, tuple[int, ...]]:
-        return self._stats()
-
-    def _stats(self) -> dict[str, tuple[int, ...]]:
-        stats = {name: file.stat() for name, file in self.files.items()}
-        return {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()}
-
     def refuse_changed(self) -> None:
         """Raise UserError if a file is another one than at the first call."""
-        before = self._first_stats
-        for name, stat in self._stats().items():
-            if stat != before[name]:
+        stats = {name: file.stat() for name, file in self.files.items()}
+        now = {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()}
+        for name, before in vars(self).setdefault("stats_before", now).items():
+            if now[name] != before:
                 raise UserError(
                     f"{name}: the file has changed while this command read it; restore the file, "
                     "and rerun the same command, which resumes if the content is the same"

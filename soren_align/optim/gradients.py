@@ -102,19 +102,15 @@ def checked_numbers(
         ]
         # amax: NaN too
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]
-        problem = None
-        if broken:
-            problem = FloatingPointError(
-                f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not "
-                "apply this step"
-            )
-        elif gradient_norm is not None:
-            problem = FloatingPointError(
-                "the norm of the gradients overflows, so that clipping by it would make them zero; "
-                "the optimizer did not apply this step"
-            )
+        finding = f"NaN or infinity in the gradient of {first_names(broken)}"
+        if not broken:
+            finding = "the norm of the gradients overflows, so that clipping would make them zero"
+        problem = FloatingPointError(f"{finding}; the optimizer did not apply this step")
+        is_refused = broken or gradient_norm is not None
         # The ranks meet again, since only the rank with a broken gradient knows its name.
-        strategy.check_gradients(named, problem, torch.zeros(2, dtype=torch.float64))
+        strategy.check_gradients(
+            named, problem if is_refused else None, torch.zeros(2, dtype=torch.float64)
+        )
     # Of a tensor's own dtype, in which torch computes with it.
     read = iter(
         [torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(on_host, rates, strict=True)]

@@ -101,17 +101,15 @@ def load_tasks(
             aggregations = members[0].aggregation()
             # Such as perplexity, which is of the whole corpus: no question has a share of it.
             means = {m for m, function in aggregations.items() if function not in _not_means()}
-            several = [
-                entry["name"]
-                for entry in members[0].config.filter_list or []
-                if not {"take_first", "custom"} & {part["function"] for part in entry["filter"]}
-            ]
-            if several and members[0].config.process_results is None:
-                raise UserError(
-                    f"{file}: the filter {several[0]!r} gives a list of answers, but a score is of "
-                    "one; add `- function: take_first` as its last function"
-                )
-            filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
+            config, filters = members[0].config, {"none"}
+            if config.filter_list:
+                filters = {entry["name"] for entry in config.filter_list}
+            for entry in [] if config.process_results else config.filter_list or []:
+                if not {"take_first", "custom"} & {part["function"] for part in entry["filter"]}:
+                    raise UserError(
+                        f"{file}: the filter {entry['name']!r} gives a list of answers, but a score"
+                        " is of one; add `- function: take_first` as its last function"
+                    )
             if isinstance(task.num_choices, dict) and task.num_choices.keys() != sizes.keys():
                 differing = sorted(task.num_choices.keys() ^ sizes.keys())
                 raise UserError(
