@@ -97,8 +97,8 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
     for key, allowed in no_effect.items():
         if (value := getattr(args, key, None)) not in allowed:
             raise UserError(
-                f"args.{key}: is {getattr(value, 'value', value)}, which has no effect here; remove "
-                'it, and write it in the optimizer settings ("muon", {"name": "muon", ...})'
+                f"args.{key}: is {getattr(value, 'value', value)}, which has no effect here; "
+                'remove it, and write it in the optimizer settings ("muon", {"name": "muon", ...})'
             )
     keywords: dict[str, Any] = (
         {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}

@@ -348,7 +348,7 @@ def param_groups(
             )
     if not routes:
         raise ValueError(
-            f"{type(model).__name__} has no trainable parameter; set requires_grad of those to train"
+            f"{type(model).__name__} has no trainable parameter; set requires_grad of parameters"
         )
     if needs_matrix and not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes}))

@@ -76,7 +76,7 @@ def push(
     except ValueError as error:
         raise UserError(str(error)) from None
     run = RunFolder(path)
-    # Nothing is written into it: where no lock can be written, nobody trains either.
+    # A push writes nothing into it: where no lock can be written, no training can write either.
     locked = run.locked() if os.access(run.path, os.W_OK) else nullcontext()
     with locked, tempfile.TemporaryDirectory() as name:
         model, folder, recipe = _model_of(run, merged), Path(name), load_resolved(run.recipe)

@@ -123,8 +123,8 @@ class FirstStepCheck(TrainerCallback):
         """Report a training whose gradients were all zero: no update was ever measured."""
         if self._pending and state.global_step and not args.fp16:  # where all may be skipped
             zero = (
-                f"all gradients were zero in all {state.global_step} steps, so that only the weight "
-                "decay has changed the weights; check the examples and the loss"
+                f"all gradients were zero until the end (step {state.global_step}), so that only "
+                "the weight decay has changed the weights; check the examples and the loss"
             )
             self.policy.report({}, [zero])
 

@@ -12,15 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from soren_align.core.errors import UserError
-from soren_align.evaluate.answers.comparison import align, make_results, read_models
+from soren_align.evaluate.answers.comparison import align, read_models
 from soren_align.evaluate.answers.files import Columns
 from soren_align.evaluate.stats.intervals import average, score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
 from soren_align.evaluate.stats.power import detectable_by, part_of
 from soren_align.evaluate.stats.significance import compare
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.proportion import proportion_confint
 from tests.support import command
 
 N = 60
@@ -166,35 +163,6 @@ def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_
     assert "was evaluated with 2 suites (other and zoo); name one: " in run(a, code=2).stderr
     shutil.rmtree(b / "eval")
     assert f"this run has no evaluation; run soren-align eval {b} first" in run(b, code=2).stderr
-
-
-@pytest.mark.rest
-def test_500_random_tables_are_those_of_statsmodels(tmp_path, monkeypatch):
-    monkeypatch.setattr("gc.collect", lambda: 0)  # statsmodels collects in each correction, for 0.3 s
-    rng = np.random.default_rng(1)
-    for _ in range(500):
-        n, num_models, num_tasks = rng.integers([2, 2, 1], [40, 5, 4])
-        right = rng.random((num_models, num_tasks, n)) < rng.uniform(0.2, 0.9, (num_models, num_tasks, 1))
-        for model in range(num_models):
-            order = rng.permutation(num_tasks * n)
-            lines = [f"{task},{i},{right[model, task, i]}" for task, i in (divmod(k, n) for k in order)]
-            (tmp_path / f"m{model}.csv").write_text("task,id,score\n" + "\n".join(f"t{line}" for line in lines))
-        models = read_models([str(tmp_path / f"m{model}.csv") for model in range(num_models)], Columns())
-        answers, notes = align(models, common=False)
-        rows = make_results(models, answers, notes, mean=False)["rows"]
-        tested = [(m, t) for m in range(1, num_models) for t in range(num_tasks)]
-        p = []
-        for m, t in tested:
-            a, b = right[0, t], right[m, t]
-            p.append(mcnemar([[(a & b).sum(), (a & ~b).sum()], [(~a & b).sum(), (~a & ~b).sum()]], exact=True).pvalue)
-        d = [rows[m]["differences"][f"t{t}"] for m, t in tested]
-        assert [each["p"] for each in d] == pytest.approx(p, abs=1e-12)
-        assert [each["p_holm"] for each in d] == pytest.approx(multipletests(p, method="holm")[1], abs=1e-12)
-        for model, row in enumerate(rows):
-            for task, score in row["scores"].items():
-                count = int(right[model, int(task[1:])].sum())
-                interval = proportion_confint(count, n, method="wilson")
-                assert (score["low"], score["high"]) == pytest.approx([100 * end for end in interval], abs=1e-9)
 
 
 def table(tmp_path, name, lines, head="id,score"):

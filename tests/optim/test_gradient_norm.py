@@ -67,15 +67,6 @@ def test_gradients_and_momenta_are_read_only_where_the_bound_does_not_serve():
     assert counts == [True, False, True, True, True, False, False]
 
 
-def test_a_norm_that_is_not_given_is_computed():
-    optimizer = build()
-    for seed in range(3):
-        set_gradients(optimizer, 0.5, seed)
-        with Norms() as norms:
-            optimizer.step()
-        assert norms.count > 0
-
-
 def test_momenta_in_bfloat16_are_always_read():
     """Their rounding may add to the norm, so that the gradients that they average bound it no more."""
     matrix = torch.nn.Parameter(torch.randn(16, 16))

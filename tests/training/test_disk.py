@@ -52,7 +52,7 @@ def full(path):
 @pytest.mark.parametrize(
     ("error", "message"),
     [(full(""), "/here: No space left on device (7 bytes free); free space on this disk, or name a folder"),
-     (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded; free space of your quota"),
+     (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded; free space of"),
      (OSError(errno.EBUSY, "Busy", "/there"), "/there: Busy; end the process that uses"),
      (FileNotFoundError(errno.ENOENT, "No such file", "/there"), "/there: No such file; restore this file or folder"),
      (PermissionError(errno.EACCES, "Permission denied", "/there"), "/there: Permission denied; name another folder"),
