@@ -443,7 +443,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _sorted(record: dict[str, Any]) -> str:
+def _sorted(record: Any) -> str:
     return json.dumps(record, sort_keys=True)
 
 
