@@ -14,6 +14,7 @@ import trl
 from soren_align import SorenSFTTrainer, recipe
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
+from soren_align.optim import completed_settings
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from tests.support.pages import blocks
@@ -125,10 +126,13 @@ def test_a_wrong_setting_is_refused_before_training(model):
         trainer(model, optimizer_settings={"momentun": 0.9})
     with pytest.raises(ValueError, match="name: no optimizer 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
         trainer(model, optimizer_settings="sorn")
-    args = trl.SFTConfig("out", optim="adafactor")
-    message = r"args.optim: is adafactor, which has no effect here; remove it, and write the optimizer's name"
-    with pytest.raises(UserError, match=message):
-        SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
+    for key, value in {
+        "optim": "adafactor",
+        "optim_args": "momentum=0.5",
+        "optim_target_modules": "all-linear",
+    }.items():
+        with pytest.raises(UserError, match=rf"args.{key}: is {value}, which has no effect here; remove it, and write"):
+            completed_settings("soren", trl.SFTConfig("out", **{key: value}))
 
 
 def test_updates_lost_to_rounding_are_a_warning(model):

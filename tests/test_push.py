@@ -9,7 +9,7 @@ from huggingface_hub import HfApi
 from soren_align.core.errors import UserError
 from soren_align.publish import push as pushing
 from soren_align.publish.push import push
-from soren_align.run.folder import MERGED_FROM
+from soren_align.run.folder import MERGED_FROM, RunFolder
 from soren_align.run.provenance import fingerprint
 
 from tests.support.run_folders import HUB, add_results, finished_run, lock_of_another_process
@@ -124,7 +124,10 @@ def test_a_dry_run_names_every_file_with_its_size_and_needs_no_hub(there, run, m
     (run.model / "notes.txt").write_text("mine")
     monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(pushing, "get_token", lambda: None)
-    lines = push("run", "me/zoo", dry_run=True).splitlines()
+    with monkeypatch.context() as read_only:
+        read_only.setattr(pushing.os, "access", lambda *_: False)
+        read_only.setattr(RunFolder, "lock", lambda *_, **__: pytest.fail("a lock file on a read-only disk"))
+        lines = push("run", "me/zoo", dry_run=True).splitlines()
     assert there.calls == []
     assert lines[0] == "me/zoo would receive"
     sizes = {line.split()[-1]: " ".join(line.split()[:-1]) for line in lines[1:]}

@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 from soren_align import recipe
 from soren_align.cli import app
-from soren_align.core.errors import UserError
+from soren_align.core.errors import UserError, from_os_error
 from soren_align.core.text import stderr_console
-from soren_align.launch import commands, evaluation, worker
+from soren_align.launch import commands, evaluation
 from soren_align.launch.preparation import prepare
 from soren_align.publish.card import write_card
 from soren_align.publish.push import push
@@ -130,6 +130,13 @@ def test_without_flock_the_refusal_names_the_way_on(folder, monkeypatch, number)
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", "off")
     folder.lock(create=True)
     assert folder.is_locked()
+
+
+def test_a_lock_that_a_broken_disk_refuses_is_no_missing_lock(folder, monkeypatch):
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale")))
+    with pytest.raises(OSError, match="Stale") as error:
+        folder.lock(create=True)
+    assert str(from_os_error(error.value)) == f"{folder}/.lock: Stale; check the disk, or the network file system"
 
 
 def test_ranks_hold_a_folder_whose_launcher_was_killed(prepared, make):
@@ -323,23 +330,11 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
 # -- the operating system ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("main", [lambda: app.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
-                         ids=["command", "rank"])  # fmt: skip
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(PermissionError(errno.EACCES, "Permission denied", "/run/x"), "/run/x: Permission denied"),
-     (OSError(errno.ENOSPC, "No space left on device", "/run/x"), "/run/x: No space left on device ("),
-     (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/foo"), "/proc/foo: No such file")],
-    ids=["denied", "full", "nowhere"],
-)  # fmt: skip
-def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, error, said):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(commands, "merge", fail)
-    monkeypatch.setattr(worker, "train_here", fail)
-    assert main() == 2
-    assert said in capsys.readouterr().err
+def test_a_working_directory_that_is_not_utf_8_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert app.main(["runs"]) == 2
+    assert "the path of the working directory is not UTF-8; rename that folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

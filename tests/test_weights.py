@@ -171,6 +171,9 @@ def test_a_whole_adapter_is_used_and_its_base_must_be_whole_too(adapter, model, 
 
 FILES = {
     "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "the model cannot be loaded: "),
+    "an unknown quantization": (
+        "config.json", {"quantization_config": {"quant_method": "zzz"}}, "quantization_config of an unknown method, 'zzz'",
+    ),
     "an unknown activation": ("config.json", {"hidden_act": "x"}, "the model cannot be loaded: "),
     "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "the tokenizer cannot be loaded: "),
 }  # fmt: skip

@@ -523,7 +523,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Tried first: every relative path would fail, somewhere in a library and without this
             # reason.
             try:
-                os.getcwd()
+                os.getcwd().encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    "the path of the working directory is not UTF-8; rename that folder, or change "
+                    "to another directory (cd)"
+                ) from None
             except FileNotFoundError:
                 raise UserError(
                     "the working directory was removed; change to another directory (cd) and rerun"

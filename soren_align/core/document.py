@@ -146,6 +146,11 @@ class Document:
                 continue
             try:
                 settings.append(Setting(f"--set {text}", key, parse_yaml(value, "")[0]))
+                # YAML would make a blank of it: another folder, for example.
+                if isinstance(settings[-1].value, str) and "\n" in value.strip():
+                    self.bad_settings.append(
+                        f"--set {name}: the text has a line break; write it in one line"
+                    )
             except InvalidYamlError as error:
                 self.bad_settings.append(
                     f"--set {text}: the value is not valid YAML: {error.reason}"

@@ -111,8 +111,9 @@ class OutOfReach(ResumableError):
     kind = "offline"
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
     errno.EIO,
     errno.ESTALE,
     errno.EFBIG,
@@ -148,7 +149,11 @@ REMEDIES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     errno.EFBIG: "raise the limit of file sizes (ulimit -f, or the quota of the file system)",
-    **dict.fromkeys(_FULL, "free space on this disk"),
+    errno.ENOSPC: "free space on this disk",
+    errno.EDQUOT: "free space of your quota, or raise the quota",
+    errno.ENOENT: "restore this file or folder, or correct its name",
+    errno.EINVAL: "name a folder on another file system, as this one refuses the operation",
+    errno.EBUSY: "end the process that uses this file or folder",
 }
 
 
@@ -229,14 +234,14 @@ def from_os_error(
     )
     if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
         return ResumableError(str(error))
-    if (error.filename is None or is_program) and error.errno not in (*_FULL, *_OF_THE_MACHINE):
+    if (error.filename is None or is_program) and error.errno not in _OF_THE_MACHINE:
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else folder
     if place is None:  # of the folders that libraries write into, the one with the least space
         home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
         place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
     remedy, space = REMEDIES.get(error.errno or 0), ""
-    if error.errno in _FULL:
+    if error.errno == errno.ENOSPC:
         space = f" ({free_bytes(place):,} bytes free)"
         remedy = f"{remedy}, or name a folder on another disk. Then rerun the command"
     return ResumableError(

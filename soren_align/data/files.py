@@ -178,6 +178,17 @@ class LocalFiles:
                 )
         return cls(files)
 
+    def refuse_changed(self) -> None:
+        """Raise UserError if a file is another one than at the first call."""
+        stats = {name: file.stat() for name, file in self.files.items()}
+        now = {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()}
+        for name, before in vars(self).setdefault("stats_before", now).items():
+            if now[name] != before:
+                raise UserError(
+                    f"{name}: the file has changed while this command read it; restore the file, "
+                    "and rerun the same command, which resumes if the content is the same"
+                )
+
     def samples(
         self, num_records: int
     ) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
@@ -210,6 +221,7 @@ class LocalFiles:
         Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and
         of the files' times of modification, which `sampled` states.
         """
+        self.refuse_changed()  # what is hashed is what each pass reads
         # A stream may be terabytes, which no start should read: a change in place that keeps size,
         # times and sampled chunks is not noticed, and run.json records that it was sampled.
         stats = {name: file.stat() for name, file in self.files.items()}
@@ -247,6 +259,7 @@ class LocalReader:
     """
 
     def __init__(self, local: LocalFiles, position: Any = None):
+        local.refuse_changed()  # at the start of each pass
         self.local = local
         self.position: list[int] = list(position or (0, 0))
         """The position after the record that was returned last; plain data."""

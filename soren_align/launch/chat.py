@@ -32,7 +32,15 @@ EMPTY = "(empty answer)"
 START = "start"
 """`--compare start`: the checkpoint that the run was trained from."""
 
-_IN_USE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_IN_USE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Conversation:

@@ -41,6 +41,8 @@ def evaluate(
     for model in models:
         refuse_missing(model)
     first = RunFolder(models[0])
+    if output is None and first.read():
+        refuse_unwritable(first.path, "--output")
     # Results are written into it.
     # Shared: several evaluations may write into one run, and no training may start meanwhile.
     with first.locked(shared=True) if output is None and first.read() else nullcontext():

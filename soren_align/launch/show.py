@@ -122,9 +122,11 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     """
     # By the status, which is what is left to do: the next command is the one that continues.
     run, status = shlex.quote(str(folder)), record["status"]
-    again = f"soren-align {record['task']} {shlex.quote(str(folder.recipe))}"
+    again = f"soren-align {record['task']} {shlex.quote(f'{folder}/{folder.recipe.name}')}"
+    if status == "training" and folder.is_in_use():
+        return "another process is training this run", [f"soren-align curves {run}"]
     if status == "training":
-        return "", [again]
+        return "this run was interrupted; the next command resumes it", [again]
     if status == "diverged":
         return "", [f"soren-align curves {run}", f"{again} --overwrite optimizer.lr=..."]
     chat = [] if record["task"] == "pretrain" else [f"soren-align chat {run} --compare start"]

@@ -53,7 +53,7 @@ def build_optimizer(
             f"name: no optimizer {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}"
         )
     cls = OPTIMIZERS[name]
-    # Left out rather than passed on: Muon's own default is a word, and None would be "none" to it.
+    # Left out rather than passed on: AdamW has no such setting.
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
     # Checked here: the constructor would name a class and an argument that no user has written.
@@ -68,7 +68,7 @@ def build_optimizer(
     # others.
     is_adamw = cls.rule == "adamw"
     rates = {"lr": lr, "aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay}
-    of_matrices: dict[str, Any] = {} if is_adamw else {"split": split}
+    of_matrices: dict[str, Any] = {"needs_matrix": False} if is_adamw else {"split": split}
     groups = param_groups(model, **rates, aux=aux, matrices=matrices, **of_matrices)
     for group in groups:
         if is_adamw:
@@ -88,16 +88,18 @@ def completed_settings(settings: str | Mapping[str, Any], args: Any) -> dict[str
 
     settings: a name, or keywords without some or all of: name (then Soren), and lr, weight_decay,
     betas and eps (then those of args). The scale is the recipes': every update has RMS 0.2 lr,
-    AdamW's after a few hundred steps. Raises UserError if args.optim names another optimizer.
+    AdamW's after a few hundred steps. Raises UserError if args has another optimizer, or settings
+    of one.
     """
     # Without this a user's other optimizer would be replaced by ours, in silence.
-    if args.optim not in TRANSFORMERS_DEFAULTS:
-        other = getattr(args.optim, "value", args.optim)
-        raise UserError(
-            f"args.optim: is {other}, which has no effect here; remove it, and write the "
-            "optimizer's name in the "
-            'optimizer settings ("muon", ...)'
-        )
+    no_effect = {"optim": TRANSFORMERS_DEFAULTS}
+    no_effect |= dict.fromkeys(("optim_args", "optim_target_modules"), (None,))
+    for key, allowed in no_effect.items():
+        if (value := getattr(args, key, None)) not in allowed:
+            raise UserError(
+                f"args.{key}: is {getattr(value, 'value', value)}, which has no effect here; "
+                'remove it, and write it in the optimizer settings ("muon", {"name": "muon", ...})'
+            )
     keywords: dict[str, Any] = (
         {"name": settings} if isinstance(settings, str) else {"name": "soren", **settings}
     )

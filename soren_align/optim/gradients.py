@@ -49,8 +49,8 @@ def checked_numbers(
     optimizer: its name. gradient_norm: see `SpectralOptimizer`; previous_bound: of the last step.
     While both are at most LOOSE_NORM, neither gradients nor momenta are read: a momentum is a
     weighted mean of gradients. Raises ValueError for a shard of unknown layout in a spectral group
-    and for a sparse gradient, FloatingPointError if a gradient has a NaN or an infinity; the error
-    names the parameters. Every rank raises.
+    and for a sparse gradient, FloatingPointError if a gradient has a NaN or an infinity, and names
+    the parameters, or if gradient_norm has overflowed. Every rank raises.
     """
     with_rules = [
         (*pair, g["rule"]) for g in groups for pair in zip(names_of(g), g["params"], strict=True)
@@ -87,10 +87,13 @@ def checked_numbers(
     # Learning rates that are tensors are read by the same host read as the norms.
     rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
     on_device = [lr.detach().reshape(1).to(numbers.device, torch.float64) for lr in rates]
+    if gradient_norm is not None and known_norm is None:
+        # Clipping by an infinite norm has made all gradients zero: 0 x infinity is a NaN.
+        numbers[0] += 0 * gradient_norm.detach().to(numbers.device)
     total, largest, *on_host = strategy.check_gradients(named, problem, numbers, *on_device)
     # The bound was too loose after all: the gradients themselves are read.
     if known_norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
-        return checked_numbers(groups, state, optimizer, strategy)
+        return checked_numbers(groups, state, optimizer, strategy, gradient_norm)
     if not math.isfinite(total):
         # A gradient has a NaN or an infinity, on some rank, or the sum has overflowed: every
         # gradient is read.
@@ -99,13 +102,14 @@ def checked_numbers(
         ]
         # amax: NaN too
         broken = [name for name, g in with_grad if g.numel() and not g.abs().amax().isfinite()]
-        problem = FloatingPointError(
-            f"NaN or infinity in the gradient of {first_names(broken)}; the optimizer did not "
-            "apply this step"
-        )
+        finding = f"NaN or infinity in the gradient of {first_names(broken)}"
+        if not broken:
+            finding = "the norm of the gradients overflows, so that clipping would make them zero"
+        problem = FloatingPointError(f"{finding}; the optimizer did not apply this step")
+        is_refused = broken or gradient_norm is not None
         # The ranks meet again, since only the rank with a broken gradient knows its name.
         strategy.check_gradients(
-            named, problem if broken else None, torch.zeros(2, dtype=torch.float64)
+            named, problem if is_refused else None, torch.zeros(2, dtype=torch.float64)
         )
     # Of a tensor's own dtype, in which torch computes with it.
     read = iter(

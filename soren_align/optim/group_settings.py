@@ -205,6 +205,11 @@ def refuse_changed_settings(
             f"the checkpoint has {len(saved)} parameter groups, but this optimizer has "
             f"{len(current)}; build the same groups"
         )
+    if not any("rule" in group for group in saved):
+        raise ValueError(
+            "the checkpoint's optimizer state was not written by soren-align; load the model's "
+            "weights alone, and start with a new optimizer state"
+        )
     # Codes of 8-bit states have the momentum's shape, and would be taken for its numbers.
     if any(group.get("states") == "8bit" for group in saved):
         raise ValueError(

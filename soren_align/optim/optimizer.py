@@ -166,10 +166,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 for group in self.param_groups
                 if group.get("adjust_lr_fn") == self.own_adjust_lr_fn
             ]
-            matrices = [p for group in groups for p in group["params"]]
-            num_rows, num_columns = max(
-                (tuple(p.shape[-2:]) for p in matrices if p.ndim > 1), key=max, default=(1, 1)
-            )
+            matrices = [p for group in groups for p in group["params"] if p.numel() and p.ndim > 1]
+            shapes = (tuple(p.shape[-2:]) for p in matrices)
+            num_rows, num_columns = max(shapes, key=max, default=(1, 1))
             rms = self.lr_scale(self.own_adjust_lr_fn, num_rows, num_columns) * self.map_level
             rms /= math.sqrt(max(num_rows, num_columns))  # of an update at learning rate 1
             if SMALL_UPDATES * rms <= MATCH_RMS:
@@ -243,9 +242,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         # a momentum that is rounded at every step may grow above its gradients
         is_rounded = any(group.get("momentum_dtype") == "bfloat16" for group in groups)
-        norm = None if is_rounded else self.gradient_norm
+        bound = math.inf if is_rounded else self._bound
         numbers = checked_numbers(
-            groups, self.state, type(self).__name__, self.strategy, norm, self._bound
+            groups, self.state, type(self).__name__, self.strategy, self.gradient_norm, bound
         )
         self._bound = numbers.bound
         with_grad = [

@@ -192,9 +192,11 @@ class Muon(RegisteredMap, name="muon"):
         lr: float | Tensor = default.LR,
         *,
         ns_steps: int = default.MUON_STEPS,
-        adjust_lr_fn: AdjustLrFn = default.MUON_ADJUST_LR_FN,
+        adjust_lr_fn: AdjustLrFn | None = default.MUON_ADJUST_LR_FN,
         **shared: Unpack[SharedSettings],
     ):
+        # torch.optim.Muon's default is None, and means "original" by it.
+        adjust_lr_fn = adjust_lr_fn or default.MUON_ADJUST_LR_FN
         super().__init__(params, lr, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, **shared)
 
 

@@ -318,6 +318,7 @@ def param_groups(
     aux: Sequence[str] = (),
     matrices: Matrices = MATRICES,
     split: Split | None = None,
+    needs_matrix: bool = True,
 ) -> list[dict[str, Any]]:
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other
     parameters (AdamW).
@@ -325,8 +326,8 @@ def param_groups(
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay:
     of the other parameters; aux_lr=None is lr. aux, matrices, split: see `route`.
     Warns if the model's blocks were not found, so that its output layer may be among the matrices.
-    Raises ValueError if no parameter goes to the spectral rule, if others have neither aux_lr nor
-    lr, and whatever `route` refuses.
+    Raises ValueError if nothing is trained, if `needs_matrix` and no parameter goes to the spectral
+    rule, if others have neither aux_lr nor lr, and whatever `route` refuses.
     """
     # A head among the matrices is the one mistake that routing by blocks can make: report it.
     routes = route(model, aux, matrices, split)
@@ -345,8 +346,12 @@ def param_groups(
                 "so that AdamW updates the output layer, as in other models",
                 stacklevel=2,
             )
-    if not any(r.rule == "spectral" for r in routes):
-        reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
+    if not routes:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter; set requires_grad of parameters"
+        )
+    if needs_matrix and not any(r.rule == "spectral" for r in routes):
+        reasons = ", ".join(sorted({r.reason for r in routes}))
         raise ValueError(
             f"{type(model).__name__} has no weight matrix for a spectral optimizer ({reasons}); "
             "use AdamW"

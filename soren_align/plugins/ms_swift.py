@@ -5,6 +5,7 @@ trainer)` and calls its `create_optimizer(model=None)`. `--optim_args name=muon,
 keys of a recipe's section `optimizer`.
 """
 
+from copy import copy
 from typing import Any
 
 from swift.optimizers import OptimizerCallback, optimizers_map  # pyright: ignore[reportMissingImports]
@@ -28,9 +29,11 @@ class SorenCallback(OptimizerCallback):
         """
         trainer: Any = self.trainer
         trainer.add_callback(ShardingCallback())
-        return OptimizerFactory()(
-            model or trainer.model, self.args, **settings_of(self.args.optim_args)
-        )
+        # Here alone optim_args have an effect: ours.
+        args = copy(self.args)
+        args.optim_args = None
+        settings = settings_of(self.args.optim_args)
+        return OptimizerFactory()(model or trainer.model, args, **settings)
 
 
 def settings_of(text: str | None) -> dict[str, Any]:

@@ -6,7 +6,9 @@ no local path is (see `card.public`).
 """
 
 import json
+import os
 import tempfile
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -74,7 +76,9 @@ def push(
     except ValueError as error:
         raise UserError(str(error)) from None
     run = RunFolder(path)
-    with run.locked(), tempfile.TemporaryDirectory() as name:
+    # A push writes nothing into it: where no lock can be written, no training can write either.
+    locked = run.locked() if os.access(run.path, os.W_OK) else nullcontext()
+    with locked, tempfile.TemporaryDirectory() as name:
         model, folder, recipe = _model_of(run, merged), Path(name), load_resolved(run.recipe)
         if not dry_run and constants.HF_HUB_OFFLINE:
             raise UserError("HF_HUB_OFFLINE is set, but a push needs the hub; unset HF_HUB_OFFLINE")

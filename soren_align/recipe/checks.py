@@ -522,7 +522,9 @@ def _check_output_folder(raw: _Raw) -> None:
     folder, key = local_path(output).absolute(), ("run", "output_dir")
     # The nearest parent that exists: all folders below it would be created.
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if folder.is_file():
+    if "\n" in output:
+        raw.report(key, f"found {output!r}, which has a line break; remove the line break")
+    elif folder.is_file():
         raw.report(key, f"{output} is a file; name a folder")
     elif not existing.is_dir():
         raw.report(key, f"{output} cannot be created: {existing} is a file; name another folder")

@@ -16,9 +16,10 @@ Files are written atomically, so that a killed run leaves none truncated.
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,7 +89,8 @@ class RunFolder:
         return self.path.resolve().name
 
     def __str__(self):
-        return str(self.path)
+        # As a word of a command: `-rf` would be options.
+        return f"./{self.path}" if str(self.path).startswith("-") else str(self.path)
 
     def evaluation(self, suite: str) -> Path:
         """Return the folder for a suite's results.
@@ -250,6 +252,19 @@ class RunFolder:
         """Whether this process holds the folder."""
         return any(lock.is_held(self.path / name) for name in (LOCK, RANKS_LOCK))
 
+    def is_in_use(self) -> bool:
+        """Whether another process trains or evaluates this run, as far as locks can show it."""
+        for file in (self.path / LOCK, self.path / RANKS_LOCK):
+            if file.is_file() and not lock.is_held(file):
+                try:
+                    lock.acquire(file)
+                except lock.LockedError:
+                    return True
+                except (OSError, UserError):  # a read-only folder, or a disk without locks
+                    continue
+                lock.release(file)
+        return False
+
     def refuse_lost_lock(self) -> None:
         """Raise LockedError if this process no longer holds the folder, as after `rm .lock`."""
         if not self.is_locked():
@@ -320,8 +335,9 @@ class RunFolder:
             if logged and file == self.metrics:
                 # A power cut may lose lines that were appended before the checkpoint was sealed.
                 # The checkpoint has its own copy, whose keys are sorted.
-                own = {_sorted(json.loads(line)): line for line in remaining}
-                saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
+                own = {_sorted(parse_metrics(line)): line for line in remaining}
+                logs = ({"step": log["step"]} | log for log in logged)
+                saved = {_sorted(log): metrics_line(log).removesuffix("\n") for log in logs}
                 num_damaged = len(saved.keys() - own.keys())
                 remaining = [own.get(log, line) for log, line in saved.items()]
                 remedy = f"or missing lines were restored from checkpoint-{step}"
@@ -396,8 +412,24 @@ def parse_metrics(text: str | bytes) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         line = json.loads(text)
         if isinstance(line, dict) and isinstance(line.get("step"), int):
-            return line
+            # A model may answer "NaN": texts of samples are no numbers.
+            return line if "completion" in line else {k: _restored(v) for k, v in line.items()}
     return None
+
+
+def metrics_line(record: Mapping[str, Any]) -> str:
+    """Return a line of metrics.jsonl in strict JSON, in which NaN and infinities are texts, as
+    float() and JavaScript's Number() read them.
+    """
+    plain = {
+        key: json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _restored(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def step_of(checkpoint: Path) -> int:
@@ -411,7 +443,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _sorted(record: dict[str, Any]) -> str:
+def _sorted(record: Any) -> str:
     return json.dumps(record, sort_keys=True)
 
 

@@ -9,6 +9,7 @@ Some file systems have no flock (Lustre mounted with noflock). There, SOREN_ALIG
 it to the user to start one command per folder.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -49,6 +50,8 @@ def acquire(file: Path, *, shared: bool = False) -> None:
         ) from None
     except OSError as error:
         os.close(descriptor)
+        if error.errno in (errno.EIO, errno.ESTALE):  # of a network file system that has locks
+            raise OSError(error.errno, error.strerror, str(file)) from None
         raise UserError(
             f"{file.parent}: the file system has no locks ({error.strerror}); choose another "
             "folder, or set SOREN_ALIGN_LOCKS=off and never start two commands on this folder"

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.quantizers import AutoHfQuantizer
 
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.patches import patched
@@ -56,6 +57,13 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
     """
     with as_user_error(f"{place or name}: the model cannot be loaded", Exception):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        method = getattr(config, "quantization_config", None)
+        if isinstance(method, dict) and not AutoHfQuantizer.supports_quant_method(method):
+            # transformers would load the quantized numbers as weights.
+            raise UserError(
+                f"{place or name}: config.json has a quantization_config of an unknown method, "
+                f"{method['quant_method']!r:.40}; remove it if the weights are not quantized"
+            )
     # transformers would download "owner/kernel" from the hub and run it, at a stranger's wish.
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         for key in ("_attn_implementation", "_experts_implementation"):

@@ -37,7 +37,7 @@ from ..core.signals import killed_by, stop_signals
 from ..core.text import Table, Terminal, estimated_time, number, print_labelled, stderr_console
 from ..launch.environment import set_environment, visible_gpus
 from ..run import lock
-from ..run.folder import LOCK, RANKS_LOCK, RunFolder
+from ..run.folder import LOCK, RunFolder
 from ..run.provenance import DECLARATION, DIGITS, read_declaration
 from .audit import conclude
 from .config import StudyFile, recipe_of_run
@@ -215,9 +215,8 @@ class _Runner:
             # runs of other commands, which hold their locks, are waited for and read alike.
             while pending or self.active:
                 for run in pending if not (self.is_stopping or self.obstacle) else []:
-                    if len(self.active) < slots and not _is_locked(
-                        RunFolder(self.progress.folder / run.folder)
-                    ):
+                    folder = RunFolder(self.progress.folder / run.folder)
+                    if len(self.active) < slots and not folder.is_in_use():
                         self._start(run, context, gpus, slots)
                 if self.is_stopping and not self.active:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
@@ -321,7 +320,7 @@ class _Runner:
                         if path.exists()
                     ]
                     # a process may still hold it
-                    for path in paths if paths and not _is_locked(folder) else ():
+                    for path in paths if paths and not folder.is_in_use() else ():
                         remove(path)
         return runs, ended
 
@@ -446,18 +445,6 @@ def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
         path.rename(
             next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists())
         )
-
-
-def _is_locked(folder: RunFolder) -> bool:
-    """Whether another process trains or evaluates in a run folder."""
-    for file in (folder.path / LOCK, folder.path / RANKS_LOCK):
-        if file.is_file():
-            try:
-                lock.acquire(file)
-            except lock.LockedError:
-                return True
-            lock.release(file)
-    return False
 
 
 @contextmanager

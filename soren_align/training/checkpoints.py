@@ -206,12 +206,12 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
         cause = _os_error(error) or _refusal(folder.parent)
         if cause is None or cause.errno not in REMEDIES:
             raise
-        free = free_bytes(folder)
+        space = f" ({free_bytes(folder):,} bytes free)" if cause.errno == errno.ENOSPC else ""
         # The incomplete folder is removed: it takes the space that a rerun needs.
         with contextlib.suppress(OSError):
             remove(folder)
         raise ResumableError(
-            f"{os.fsdecode(cause.filename or folder)}: {cause.strerror} ({free:,} bytes free). "
+            f"{os.fsdecode(cause.filename or folder)}: {cause.strerror}{space}. "
             f"{remedy or _remedy(folder.parent, cause.errno)}"
         ) from error
 

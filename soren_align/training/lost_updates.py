@@ -51,7 +51,7 @@ class FirstStepCheck(TrainerCallback):
     Collective; raises UserError on every rank if most updates are lost.
 
     groups: {"matrices": {"fraction_changed", "dtype", "update_rms", "ulp", "lr"},
-    "other_parameters": ...}.
+    "other_parameters": ...}; reported too if every gradient of the training was zero.
     fraction_changed: of the entries with a nonzero update, those that change at lr, the peak.
     update_rms: of these entries, without decay. ulp: at the root mean square of their weights, in
     dtype.
@@ -118,6 +118,15 @@ class FirstStepCheck(TrainerCallback):
         self.policy.report(self.groups, [] if stops else problems)
         if problems and stops:
             raise UserError(*problems, REMEDIES)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Report a training whose gradients were all zero: no update was ever measured."""
+        if self._pending and state.global_step and not args.fp16:  # where all may be skipped
+            zero = (
+                f"all gradients were zero until the end (step {state.global_step}), so that only "
+                "the weight decay has changed the weights; check the examples and the loss"
+            )
+            self.policy.report({}, [zero])
 
     def _add(self, pending: PendingUpdate) -> None:
         index = 0 if pending.group is self._matrices else 1

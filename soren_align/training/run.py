@@ -23,6 +23,7 @@ from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
 from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
+from ..run.provenance import provenance
 from ..run.record import divergence
 from ..run.weights import trl_config_names
 from ..sharding import is_universal
@@ -176,8 +177,17 @@ def _report_resume(folder: RunFolder, console: Console, checkpoint: Path | None)
         print_labelled(console, "notice", notice)
     if checkpoint:
         print_labelled(console, "resume", f"from step {step}")
-        earlier = (folder.read() or {}).get("resumed_from_steps", [])
-        folder.update(resumed_from_steps=[*earlier, step])
+        record, now = folder.record(), provenance()["versions"]
+        if changes := [
+            f"{name} {record['versions'].get(name)} -> {version}"
+            for name, version in now.items()
+            if version != record["versions"].get(name)
+        ]:
+            text = f"other versions than before ({', '.join(changes)}): bits may differ"
+            print_labelled(console, "notice", f"{text} from those of an uninterrupted run")
+            earlier = record.get("versions_before", [])
+            folder.update(versions=now, versions_before=[*earlier, record["versions"]])
+        folder.update(resumed_from_steps=[*record.get("resumed_from_steps", []), step])
 
 
 def _measure_end(trainer: Any, recipe: Recipe, observers: Observers) -> dict[str, Any]:

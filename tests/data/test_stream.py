@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -89,6 +90,19 @@ def test_a_stream_resumes_at_every_block_in_every_source(folder, write):
         for number in (0, 1, 12, 29):
             start = json.loads(json.dumps(taken[number].start))  # as in a checkpoint
             assert blocks(preview, 30 - number, start) == taken[number:]
+
+
+def test_files_that_change_in_a_pass_are_refused_at_the_next_one(write):
+    path = Path(write("texts.jsonl", TEXTS))
+    stream = opened(source(path))[0].stream
+    iterator = stream.blocks(stream.start)
+    next(iterator)
+    other = path.with_name("other")  # as an editor or a copy replaces it: here of the same size and time
+    other.write_bytes(path.read_bytes().replace(b"number 9", b"number 8"))
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+    with pytest.raises(UserError, match=r"texts.jsonl: the file has changed while this command read it; restore"):
+        list(islice(iterator, 13))
 
 
 def test_a_mixture_draws_from_each_source_by_its_weight(folder, write):

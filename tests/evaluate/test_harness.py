@@ -105,13 +105,17 @@ def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp
     ("gone", "contains no config.json \\(a model\\) and no adapter_config.json"),
     ("no weights", "the model cannot be loaded"),
     ("cut", "the model cannot be loaded"),
+    ("beams", "generation_config.json: num_beams is 100000, but may be 64 at most; correct"),
 ])  # fmt: skip
 def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage, finding):
     model = tmp_path / "model"
     if damage != "gone":
         shutil.copytree(models[0], model)
         weights = model / "model.safetensors"
-        weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
+        if damage == "beams":
+            (model / "generation_config.json").write_text('{"num_beams": 100000}')
+        else:
+            weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match=finding):
         evaluate_model(model, suite, Options(device="cpu"))
 

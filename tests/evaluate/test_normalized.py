@@ -44,6 +44,8 @@ def test_an_accuracy_of_all_subtasks_has_the_score_of_such_points(accuracy):
 def test_a_metric_of_several_outcomes_is_the_mean_of_all_outcomes_and_a_sum_the_mean_of_two():
     samples = [{"prompt": True, "inst": [True]}, {"prompt": False, "inst": [True, False, False]}]
     assert np.mean(metric_points(samples, "inst")) == 2 / 4
+    with pytest.raises(UserError, match=r"pair is not a mean over questions.*: a question has \(-5.0, 3\); choose"):
+        metric_points([{"pair": (-5.0, 3)}], "pair")
     assert np.mean(metric_points(samples, "prompt+inst")) == (1 / 2 + 2 / 4) / 2
 
 

@@ -2,22 +2,22 @@
 
 import csv
 import json
+import random
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from soren_align.evaluate.answers.comparison import align, make_results, read_models
+from soren_align.core.errors import UserError
+from soren_align.evaluate.answers.comparison import align, read_models
 from soren_align.evaluate.answers.files import Columns
 from soren_align.evaluate.stats.intervals import average, score_points
 from soren_align.evaluate.stats.paired import ModelAnswers, Paired, points_json
 from soren_align.evaluate.stats.power import detectable_by, part_of
 from soren_align.evaluate.stats.significance import compare
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.proportion import proportion_confint
 from tests.support import command
 
 N = 60
@@ -165,35 +165,6 @@ def test_a_run_is_its_only_evaluation_and_its_name_is_that_of_its_own_model(tmp_
     assert f"this run has no evaluation; run soren-align eval {b} first" in run(b, code=2).stderr
 
 
-@pytest.mark.rest
-def test_500_random_tables_are_those_of_statsmodels(tmp_path, monkeypatch):
-    monkeypatch.setattr("gc.collect", lambda: 0)  # statsmodels collects in each correction, for 0.3 s
-    rng = np.random.default_rng(1)
-    for _ in range(500):
-        n, num_models, num_tasks = rng.integers([2, 2, 1], [40, 5, 4])
-        right = rng.random((num_models, num_tasks, n)) < rng.uniform(0.2, 0.9, (num_models, num_tasks, 1))
-        for model in range(num_models):
-            order = rng.permutation(num_tasks * n)
-            lines = [f"{task},{i},{right[model, task, i]}" for task, i in (divmod(k, n) for k in order)]
-            (tmp_path / f"m{model}.csv").write_text("task,id,score\n" + "\n".join(f"t{line}" for line in lines))
-        models = read_models([str(tmp_path / f"m{model}.csv") for model in range(num_models)], Columns())
-        answers, notes = align(models, common=False)
-        rows = make_results(models, answers, notes, mean=False)["rows"]
-        tested = [(m, t) for m in range(1, num_models) for t in range(num_tasks)]
-        p = []
-        for m, t in tested:
-            a, b = right[0, t], right[m, t]
-            p.append(mcnemar([[(a & b).sum(), (a & ~b).sum()], [(~a & b).sum(), (~a & ~b).sum()]], exact=True).pvalue)
-        d = [rows[m]["differences"][f"t{t}"] for m, t in tested]
-        assert [each["p"] for each in d] == pytest.approx(p, abs=1e-12)
-        assert [each["p_holm"] for each in d] == pytest.approx(multipletests(p, method="holm")[1], abs=1e-12)
-        for model, row in enumerate(rows):
-            for task, score in row["scores"].items():
-                count = int(right[model, int(task[1:])].sum())
-                interval = proportion_confint(count, n, method="wilson")
-                assert (score["low"], score["high"]) == pytest.approx([100 * end for end in interval], abs=1e-9)
-
-
 def table(tmp_path, name, lines, head="id,score"):
     (tmp_path / f"{name}.csv").write_text("\n".join([head, *lines]) + "\n")
     return tmp_path / f"{name}.csv"
@@ -263,6 +234,33 @@ def test_a_bad_file_gets_one_sentence(name, tmp_path):
     assert problem in result.stderr
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert "; " in result.stderr  # the remedy
+
+
+STRANGE = [None, True, -1, "", "1e999", "\ud800", [], [["acc"]], {"acc": 1}, 10**400, float("nan")]
+
+
+def test_changed_records_are_read_or_refused_in_one_sentence(tmp_path):
+    """Values and keys of samples of lm-eval and of a table, changed in one record or in all."""
+    rng, outcomes, file = random.Random(7), Counter(), tmp_path / "a.jsonl"
+    samples = [json.loads(line) for line in next(lm_eval(tmp_path / "l", RIGHT["a"][:4]).iterdir()).open()]
+    tables = [{"id": f"q{i}", "task": "arc", "score": 1, "cluster": i} for i in range(4)]
+    for _ in range(300):
+        records = json.loads(json.dumps(rng.choice([samples, tables])))
+        key, value = rng.choice([*records[0]]), rng.choice(STRANGE)
+        some = records if rng.random() < 0.5 else [rng.choice(records)]
+        for record in some:
+            record.pop(key)
+            if rng.random() < 0.8:
+                record[key] = value
+        file.write_text("\n".join(json.dumps(rng.choice([r] * 9 + [value])) for r in records))
+        try:
+            align(read_models([str(file)], Columns()), common=False)
+            outcomes["read"] += 1
+        except UserError as error:
+            outcomes["refused"] += 1
+            outcomes["in a sentence"] += str(file) in str(error) and "; " in str(error)
+    assert min(outcomes["read"], outcomes["refused"]) > 50
+    assert outcomes["refused"] == outcomes["in a sentence"]
 
 
 @pytest.mark.process

@@ -107,10 +107,22 @@ def test_an_unknown_suite_is_a_question_back():
     ("shipped:recipes/quickstart/data", "nowhere", "there is no dataset folder"),
     ("metric: exact_match", "metric: acc", "zoo_gen has no metric 'acc'; write exact_match"),
     ("filter: none", "filter: strict", "zoo_mc has no filter 'strict'; write none"),
+    ("metric: acc,", "metric: mcc,", "zoo_mc: mcc is not a mean over questions, and models can be compared only by"),
+    ("metric: acc,", "metric: perplexity+acc,", "perplexity is not a mean over questions"),
+    ("metric: acc,", "metric: acc, also: [bits_per_byte],", "such means; write acc"),
+    ("", "several", "zoo_gen.yaml: the filter 'numbers' gives a list of answers, but a score is of one; add"),
     ("task: zoo_gen,", "task: zoo_generate,", None),  # an alias of ours is a name of lm-eval's
 ])  # fmt: skip
 def test_preflight_finds_what_would_fail_after_training(folder, old, new, message):
-    change(folder, old, new)
+    for metric in ("mcc", "perplexity", "bits_per_byte"):
+        change(folder, "metric_list:", f"metric_list:\n  - metric: {metric}", "tasks/zoo_mc.yaml")
+    if new == "several":
+        filters = (
+            "filter_list:\n  - {name: numbers, filter: [{function: regex, regex_pattern: '[0-9]+'}]}\nmetric_list:"
+        )
+        change(folder, "metric_list:", filters, "tasks/zoo_gen.yaml")
+    else:
+        change(folder, old, new)
     suite = load_suite(folder)
     if message is None:
         load_tasks(suite)

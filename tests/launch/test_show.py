@@ -9,8 +9,9 @@ from soren_align.cli.app import main
 from soren_align.core.errors import UserError
 from soren_align.launch import show
 from soren_align.run.curves import HELD_OUT, LOSS, MAX_POINTS, braille, read_curves
-from soren_align.run.folder import read_metrics
-from tests.support.run_folders import add_results, finished_run
+from soren_align.run.folder import RunFolder, metrics_line, parse_metrics, read_metrics
+from soren_align.run.record import divergence
+from tests.support.run_folders import add_results, finished_run, lock_of_another_process
 
 
 def write_metrics(file, *lines):
@@ -52,6 +53,19 @@ def test_damaged_lines_and_values_are_left_out(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1, 2, 2, 3]
 
 
+def test_what_is_not_finite_is_a_text_in_metrics_jsonl_and_a_number_again(tmp_path):
+    line = metrics_line({"step": 1, "loss": math.inf, "low": -math.inf, "eval_loss": math.nan, "x": 0.5, "n": None})
+    values = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert values == {"step": 1, "loss": "Infinity", "low": "-Infinity", "eval_loss": "NaN", "x": 0.5, "n": None}
+    again = parse_metrics(line)
+    assert (again["loss"], again["low"], math.isnan(again["eval_loss"])) == (math.inf, -math.inf, True)
+    assert divergence([again]) == "the loss at the end is NaN or infinite"
+    (tmp_path / "metrics.jsonl").write_text(line)
+    assert RunFolder(tmp_path).drop_measurements_after(1, [again]) == []  # the checkpoint's log is the same
+    assert (tmp_path / "metrics.jsonl").read_text() == line
+    assert parse_metrics('{"step": 1, "completion": "NaN"}')["completion"] == "NaN"
+
+
 def test_a_chart_shows_the_line_the_evaluations_and_the_lowest():
     line = [(step, 10 - step) for step in range(11)]
     assert braille(line, 25, 3, [(2, 8), (10, 0)], (10, 0)) == [
@@ -84,12 +98,22 @@ def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypa
     assert all(len(line) <= 80 for line in text.splitlines() if "pytest" not in line)  # the start is a long path
 
 
-def test_show_of_a_run_that_has_not_ended_names_the_command_that_resumes_it(run, capsys):
+def test_show_of_a_run_that_has_not_ended_names_the_command_that_resumes_it(run, capsys, tmp_path, monkeypatch):
     run.update(status="training", last_error="stopped by a signal")
+    with lock_of_another_process(run):
+        show.show(str(run))
+    text = capsys.readouterr().out
+    assert "notice    another process is training this run\n" in text
+    assert "soren-align sft" not in text
     show.show(str(run))
     text = capsys.readouterr().out
     assert "last error: stopped by a signal" in " ".join(text.split())
+    assert "notice    this run was interrupted; the next command resumes it\n" in text
     assert f"next      soren-align sft {run.recipe}\n" in text
+    monkeypatch.chdir(run.path.rename(tmp_path / "-rf").parent)
+    assert show.next_commands(RunFolder("-rf"), {"status": "training", "task": "sft"})[1] == [
+        "soren-align sft ./-rf/recipe.yaml"
+    ]
 
 
 def test_show_as_json_holds_the_record_the_curves_the_scores_and_the_samples(run, capsys):

@@ -5,7 +5,6 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from soren_align.optim import build_optimizer, param_groups, route
 from tests.support.tiny_models import tiny_llama
-from torch import nn
 
 pytestmark = pytest.mark.model
 
@@ -100,7 +99,3 @@ def test_the_first_step_leaves_a_where_it_is_and_moves_b_by_the_stated_rms(name)
     step(lora, optimizer)
     assert all(torch.isfinite(p).all() for p in lora.parameters())
     assert any(not torch.equal(p.detach(), before[n]) for n, p in lora.named_parameters() if "lora_A" in n)
-
-
-def test_a_plain_linear_layer_is_still_one():
-    assert {r.reason for r in route(nn.Sequential(nn.Linear(3, 4, bias=False)))} == {"linear layer"}

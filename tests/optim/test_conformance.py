@@ -179,6 +179,7 @@ def test_a_parameter_without_a_gradient_stays_and_zero_grad_clears(make):
 def test_an_empty_matrix_is_left_out(make, shape):
     empty, p = torch.nn.Parameter(torch.ones(shape)), torch.nn.Parameter(torch.ones(4, 5))
     optimizer = make([empty, p], **({} if make is OPTIMIZERS["AdamW"] else {"adjust_lr_fn": "original"}))
+    make([empty])
     empty.grad, p.grad = torch.ones(shape), torch.ones(4, 5)
     optimizer.step()
     assert not torch.equal(p, torch.ones(4, 5))

@@ -67,15 +67,6 @@ def test_gradients_and_momenta_are_read_only_where_the_bound_does_not_serve():
     assert counts == [True, False, True, True, True, False, False]
 
 
-def test_a_norm_that_is_not_given_is_computed():
-    optimizer = build()
-    for seed in range(3):
-        set_gradients(optimizer, 0.5, seed)
-        with Norms() as norms:
-            optimizer.step()
-        assert norms.count > 0
-
-
 def test_momenta_in_bfloat16_are_always_read():
     """Their rounding may add to the norm, so that the gradients that they average bound it no more."""
     matrix = torch.nn.Parameter(torch.randn(16, 16))
@@ -112,6 +103,21 @@ def test_a_norm_that_is_not_finite_names_the_parameter_and_changes_nothing(value
     with pytest.raises(FloatingPointError, match="gradient of"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, weights(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_that_overflows_is_named_and_changes_nothing(dtype):
+    """Clipping by it has made the gradients zero, which are finite."""
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = OPTIMIZERS["soren"]([matrix], lr=0.02, momentum_dtype=dtype)
+    matrix.grad = torch.ones(4, 4)
+    optimizer.step()
+    before = matrix.detach().clone()
+    matrix.grad.zero_()
+    optimizer.gradient_norm = torch.tensor(float("inf"))
+    with pytest.raises(FloatingPointError, match="the norm of the gradients overflows"):
+        optimizer.step()
+    assert torch.equal(matrix, before)
 
 
 def test_no_map_distinguishes_norms_below_the_limit():

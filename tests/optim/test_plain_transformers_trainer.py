@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from soren_align.optim import OptimizerFactory, route
+from soren_align.optim import OptimizerFactory
 from tests.support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.model
@@ -38,20 +38,6 @@ def weights(run):
     return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_llamas_parameters_are_routed_once(tied):
-    model = llama(tied)
-    routes = route(model)
-    assert {id(r.parameter) for r in routes} == {id(p) for p in model.parameters()}
-    assert len(routes) == len(list(model.parameters()))
-    assert sum(r.rule == "spectral" for r in routes) == NUM_MATRICES
-    reasons = {r.name: r.reason for r in routes}
-    if tied:
-        assert reasons["model.embed_tokens.weight"] == "input embedding, tied to lm_head.weight"
-    else:
-        assert reasons["lm_head.weight"] == "output embedding"
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
@@ -76,10 +62,3 @@ def test_each_matrix_is_mapped_once_a_step(name, accumulation, tmp_path):
     assert type(optimizer).__name__.lower() == name
     assert optimizer.num_maps == 2 * NUM_MATRICES
     assert optimizer.num_guarded == 0
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    trainer(tmp_path / "one", SETTINGS["soren"], max_steps=2).train()
-    other = trainer(tmp_path / "two", {**SETTINGS["soren"], "momentum": 0.9}, max_steps=3)
-    with pytest.raises(ValueError, match=r"group 0 momentum: 0.95 in the checkpoint, 0.9 in this optimizer"):
-        other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))

@@ -193,11 +193,14 @@ def test_every_trainable_parameter_is_in_exactly_one_group(tied):
     assert [(g["rule"], g["lr"], g["weight_decay"]) for g in groups] == [("spectral", 0.1, 0.2), ("adamw", 0.01, 0.0)]
 
 
-def test_a_model_without_matrices_is_refused():
+def test_adamw_trains_a_model_without_matrices():
+    norm = nn.LayerNorm(3)
+    (group,) = build_optimizer(norm, name="adamw", lr=0.1).param_groups
+    assert (group["rule"], group["params"]) == ("adamw", [norm.weight, norm.bias])
     with pytest.raises(ValueError, match=r"LayerNorm has no weight matrix for a spectral optimizer \(1-dimensional"):
-        param_groups(nn.LayerNorm(3), aux_lr=0.1)
-    with pytest.raises(ValueError, match=r"\(no trainable parameter\)"):
-        param_groups(nn.Linear(3, 3).requires_grad_(False), aux_lr=0.1)
+        build_optimizer(norm, name="soren", lr=0.1)
+    with pytest.raises(ValueError, match="Linear has no trainable parameter"):
+        build_optimizer(nn.Linear(3, 3).requires_grad_(False), name="adamw", lr=0.1)
 
 
 def test_the_routing_table_counts_what_there_is():
@@ -233,8 +236,3 @@ def test_the_other_parameters_have_the_learning_rate_of_the_matrices_unless_they
     message = r"aux_lr: is missing; write aux_lr or lr, .* of the other parameters \(embed.weight, ...\)"
     with pytest.raises(ValueError, match=message):
         param_groups(Model())
-
-
-def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ValueError, match="name: no optimizer 'sorn'"):
-        build_optimizer(Model(), name="sorn", lr=0.1, aux_lr=0.1)

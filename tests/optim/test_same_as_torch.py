@@ -93,11 +93,13 @@ def test_the_adamw_group_beside_the_matrices_has_the_bits_of_torch(optimizer_cla
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize(("make", "like"), [(Muon, {}), (AdamW, {"fused": True})])
-def test_the_defaults_are_those_of_torch(make, like):
+@pytest.mark.parametrize(
+    ("make", "both", "like"), [(Muon, {}, {}), (Muon, {"adjust_lr_fn": None}, {}), (AdamW, {}, {"fused": True})]
+)
+def test_the_defaults_are_those_of_torch(make, both, like):
     ours, theirs = parameters(), parameters()
-    run(make(ours), ours)
-    run(getattr(torch.optim, make.__name__)(theirs, **like), theirs)
+    run(make(ours, **both), ours)
+    run(getattr(torch.optim, make.__name__)(theirs, **both, **like), theirs)
     assert_same_bits(ours, theirs)
 
 

@@ -200,6 +200,8 @@ def test_adamws_checkpoint_is_that_of_torch_but_for_the_settings():
         assert state[number].keys() == expected.keys()
         assert all(torch.equal(state[number][key], expected[key]) for key in expected)
     assert_same_weights(ours, theirs)
+    with pytest.raises(ValueError, match="was not written by soren-align"):
+        optimizer.load_state_dict(reference.state_dict())
 
 
 def test_a_momentum_lies_as_its_weight_does():

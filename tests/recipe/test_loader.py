@@ -117,6 +117,9 @@ def test_overrides_are_typed_and_named_in_errors(write):
         recipe.load(write(GOOD), ["optimizer.lr=x"])
     with pytest.raises(UserError, match=r"write --set section.key=value"):
         recipe.load(write(GOOD), ["optimizer.lr"])
+    for value, message in (("a\nb", "the text has a line break"), ('"a\\nb"', r"found 'a\\nb', which has a line")):
+        with pytest.raises(UserError, match=f"run.output_dir.*: {message}"):
+            recipe.load(write(GOOD), [f"run.output_dir={value}"])
 
 
 def test_the_resolved_recipe_says_everything_and_loads_again(write):

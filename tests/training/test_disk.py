@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,9 @@ def full(path):
 @pytest.mark.parametrize(
     ("error", "message"),
     [(full(""), "/here: No space left on device (7 bytes free); free space on this disk, or name a folder"),
-     (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded (7 bytes free)"),
+     (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded; free space of"),
+     (OSError(errno.EBUSY, "Busy", "/there"), "/there: Busy; end the process that uses"),
+     (FileNotFoundError(errno.ENOENT, "No such file", "/there"), "/there: No such file; restore this file or folder"),
      (PermissionError(errno.EACCES, "Permission denied", "/there"), "/there: Permission denied; name another folder"),
      (OSError(errno.EROFS, "Read-only file system", "/there"), "/there: Read-only file system; name another folder"),
      (FileExistsError(errno.EEXIST, "File exists", "/there"), "/there: File exists; remove the file"),
@@ -89,6 +92,16 @@ def test_an_error_without_a_number_is_that_of_the_disk_if_it_refuses_a_probe(tmp
     message = r"/run: No space left on device .*bytes free\). No checkpoint is complete; free space"
     with pytest.raises(ResumableError, match=message), checkpoints.write_errors(tmp_path / "run"):
         raise error
+
+
+@pytest.mark.parametrize(("number", "action"), [
+    (errno.EDQUOT, "free space of your quota"), (errno.EINVAL, "name a folder on another file system"),
+    (errno.ENOENT, "restore this file or folder"),
+])  # fmt: skip
+def test_an_error_of_a_checkpoint_that_is_no_full_disk_names_its_own_remedy(tmp_path, number, action):
+    message = rf"/run: {os.strerror(number)}\. No checkpoint is complete; {action}"
+    with pytest.raises(ResumableError, match=message), checkpoints.write_errors(tmp_path / "run"):
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):

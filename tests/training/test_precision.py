@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from soren_align.core.errors import UserError
 from soren_align.core.files import resolve_path
+from soren_align.optim import build_optimizer
 from soren_align.run.folder import RunFolder
+from soren_align.sharding.ranks import Ranks
+from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy
 from tests.support.tiny_run import same
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -204,6 +208,27 @@ def test_ranks_of_ddp_have_the_same_compensation_of_every_parameter(two_ranks):
     assert first["ddp"]["kept"] == second["ddp"]["kept"]
     assert first["ddp"]["kept"][0] == 20
     assert RunFolder(folder / "narrow-ddp").read()["first_step"]["matrices"]["fraction_changed"] > 0.9
+
+
+def test_a_training_whose_gradients_were_all_zero_is_named():
+    model, reports = torch.nn.Linear(4, 4), []
+    optimizer = build_optimizer(model, name="soren", lr=0.1)
+    policy = LostUpdatesPolicy("stop", lambda groups, warnings: reports.append(warnings))
+    check, state = (
+        FirstStepCheck(SimpleNamespace(optimizer=optimizer, ranks=Ranks()), policy),
+        SimpleNamespace(global_step=0),
+    )
+    check.on_train_begin(None, state, None)
+    for scale, first in ((0.0, ["all gradients were zero until the end (step 1)"]), (1.0, [])):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, scale)
+        check.on_step_begin(None, state, None)
+        optimizer.step()
+        check.on_optimizer_step(None, state, None)
+        state.global_step += 1
+        check.on_train_end(SimpleNamespace(fp16=False), state, None)
+        assert [text.partition(",")[0] for text in reports.pop()] == first
+    assert reports == []
 
 
 def test_ranks_stop_together_where_updates_are_lost(two_ranks):

@@ -32,6 +32,21 @@ EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.l
 EVALUATED += ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
 
 
+def test_a_resume_with_other_versions_says_so_and_records_them(tmp_path):
+    run, before = TinyRun(tmp_path / "run"), {"soren-align": "0.0", "torch": "0.1"}
+    run.folder.path.mkdir()
+    run.folder.replace(status="training", task="sft", versions=before)
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"log_history": []}')
+    for _ in range(2):  # the second resume has the versions of the first
+        training._report_resume(run.folder, run.console, checkpoint)
+    assert run.said.getvalue().count("other versions than before") == 1
+    assert f"torch 0.1 -> {torch.__version__.partition('+')[0]}" in " ".join(run.said.getvalue().split())
+    assert run.folder.read()["versions_before"] == [before]
+    assert run.folder.read()["resumed_from_steps"] == [2, 2]
+
+
 def stop_around(function, moment, run):
     """Train and die "before" or "after" a function of soren_align.training.run."""
     original = getattr(training, function)

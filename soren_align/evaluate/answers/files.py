@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ...core.errors import UserError, did_you_mean, in_one_line
+from ...core.errors import UserError, did_you_mean, in_one_line, printable
 from ...core.text import join_words
 from ...recipe.data_files import csv_columns
 
@@ -132,7 +132,7 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
         if answer.id in (None, ""):
             finding = f"has no id of the question, only {', '.join(map(str, record))[:200]}"
             raise UserError(f"{place}: {finding}; name its column: --id COLUMN")
-        task = str(answer.task) if answer.task not in (None, "") else default
+        task = printable(answer.task) if answer.task not in (None, "") else default
         # lm-eval scores the answers with several filters; the first one that has the metric counts.
         if task not in metrics:
             if (metric := _choose(answer, columns, place)) is None:
@@ -141,14 +141,14 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
         metric, filter_name = metrics[task]
         if answer.filter != filter_name:
             continue
-        points, key = _points(answer.scores.get(metric), metric, place), str(answer.id)
+        points, key = _points(answer.scores.get(metric), metric, place), printable(answer.id)
         others = rows.setdefault(task, {})
         # A question that counts twice would make every difference look more certain.
         if key in others:
             remedy = "remove one of them, or name the column that differs: --id COLUMN"
             raise UserError(f"{place}: the question {key[:60]} occurs a second time; {remedy}")
         texts = (answer.content, answer.prompt, answer.cluster)
-        others[key] = (points, *(None if text is None else str(text) for text in texts))
+        others[key] = (points, *(None if text is None else printable(text) for text in texts))
         if (answer.cluster is None) != (next(iter(others.values()))[-1] is None):
             finding = "has no cluster, but other questions have one, or the other way round"
             raise UserError(f"{place}: {finding}; write one into each record")
@@ -170,7 +170,11 @@ def _answer(record: dict[str, Any], columns: Columns, place: str) -> _Answer:
     task = next((record[n] for n in TASKS if record.get(n) not in (None, "")), None)
     content, prompt, filter_name = record.get("question"), None, ""
     if {"doc_id", "filtered_resps", "metrics"} <= record.keys():  # a sample of lm-eval
-        scores = {name: record[name] for name in record["metrics"] if name in record}
+        names = record["metrics"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            finding = f"metrics is {json.dumps(names)[:60]}, not a list of names"
+            raise UserError(f"{place}: {finding}; {CUT_OFF}")
+        scores = {name: record[name] for name in names if name in record}
         # Our samples of a group name the subtask, whose doc_ids begin at 0.
         key = f"{task}/{record['doc_id']}" if task is not None else record["doc_id"]
         task, content = None, record.get("doc_hash") or record.get("doc")

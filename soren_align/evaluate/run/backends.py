@@ -32,6 +32,14 @@ configs, tokenizer, chat template."""
 MAX_GEN_TOKS = 256
 """New tokens where the task names no number, as in HFLM."""
 
+MOST = {
+    "num_beams": 64,
+    "num_return_sequences": 64,
+    "max_new_tokens": 1 << 20,
+    "max_length": 1 << 20,
+}
+"""Of a generation config: an answer with 100,000 beams would take hours."""
+
 _WITHOUT_EFFECT = re.compile(
     "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
     "|use_cache|transformers_version"
@@ -190,6 +198,12 @@ def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
             " file"
         ) from None
     settings = config.to_diff_dict() if config else {}
+    for key, most in MOST.items():
+        if isinstance(value := settings.get(key), int | float) and value > most:
+            raise UserError(
+                f"{folder / GENERATION_CONFIG_NAME}: {key} is {value}, but may be {most:,} at most;"
+                " correct the file in a copy of the model"
+            )
     changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
     return changing, settings.get("eos_token_id")
 

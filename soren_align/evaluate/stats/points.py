@@ -15,10 +15,14 @@ differences of single questions.
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
+
+from ...core.errors import UserError
 
 NumChoices = int | dict[str, int]
 """The number of choices of a column, or by subtask."""
+NO_MEAN = "not a mean over questions, and models can be compared only by such means"
+ANOTHER = "choose another metric of the task"
 CLIPPED = "below random as 0"
 """The label of a score in which a subtask (or a column without subtasks) below random answers
 counts as 0."""
@@ -28,8 +32,8 @@ def metric_points(samples: Sequence[Mapping[str, Any]], metric: str) -> list[flo
     """Return the points of a task's samples.
 
     If a sample has a list of outcomes, such as one for each of IFEval's instructions, the metric is
-    the mean of all
-    outcomes: the points are their sum over the mean length of the lists, and may exceed 1.
+    the mean of all outcomes: the points are their sum over the mean length of the lists, and may
+    exceed 1. Raises UserError if the points of a question are no number.
     """
     parts = []
     for name in metric.split("+"):
@@ -37,6 +41,9 @@ def metric_points(samples: Sequence[Mapping[str, Any]], metric: str) -> list[flo
         if any(isinstance(value, list) for value in values):
             mean_length = sum(map(len, values)) / len(values)
             values = [sum(value) / mean_length for value in values]
+        # Such as the pairs of which lm-eval computes a perplexity of the corpus.
+        if strange := [value for value in values if not isinstance(value, SupportsFloat)]:
+            raise UserError(f"{name} is {NO_MEAN}: a question has {strange[0]!r:.60}; {ANOTHER}")
         parts.append([float(value) for value in values])
     return (
         parts[0]

@@ -15,7 +15,7 @@ from ..suite.sandbox import rendering
 from ..suite.suites import SuiteTask
 from ..suite.tasks import score_keys, subtasks
 from .intervals import average, score_points
-from .points import CLIPPED, above_random, metric_points, normalize
+from .points import ANOTHER, CLIPPED, NO_MEAN, above_random, metric_points, normalize
 
 
 def score_column(
@@ -169,8 +169,5 @@ def points_of(output: dict[str, Any], name: str, key: str, model: str) -> list[f
         output["results"][name][f"{part},{filter_name}"] for part in metric.split("+")
     )
     if abs(statistics.fmean(points) - own) > 1e-9:
-        raise UserError(
-            f"{name}: {metric} is not a mean over questions, and models can be compared only by"
-            " such means; choose another metric of the task"
-        )
+        raise UserError(f"{name}: {metric} is {NO_MEAN}; {ANOTHER}")
     return points

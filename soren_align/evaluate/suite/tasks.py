@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from lm_eval.api.group import Group
-from lm_eval.api.registry import register_metric
+from lm_eval.api.registry import AGGREGATION_REGISTRY, get_aggregation, register_metric
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -21,6 +21,7 @@ from ...core.errors import UserError, closest, in_one_line
 from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
+from ..stats.points import NO_MEAN
 from .answer_match import answer_match
 from .sandbox import documents, loading, rendering
 from .suites import Suite, SuiteTask, refuse_missing_packages
@@ -101,8 +102,18 @@ def load_tasks(
             for subtask in members:
                 refuse_wrong_keys(subtask, file, lines)
             # without a metric_list: lm-eval's defaults for the output_type
-            metrics = set(members[0].aggregation())
-            filters = {entry["name"] for entry in members[0].config.filter_list or []} or {"none"}
+            aggregations = members[0].aggregation()
+            # Such as perplexity, which is of the whole corpus: no question has a share of it.
+            means = {m for m, function in aggregations.items() if function not in _not_means()}
+            config, filters = members[0].config, {"none"}
+            if config.filter_list:
+                filters = {entry["name"] for entry in config.filter_list}
+            for entry in [] if config.process_results else config.filter_list or []:
+                if not {"take_first", "custom"} & {part["function"] for part in entry["filter"]}:
+                    raise UserError(
+                        f"{file}: the filter {entry['name']!r} gives a list of answers, but a score"
+                        " is of one; add `- function: take_first` as its last function"
+                    )
             if isinstance(task.num_choices, dict) and task.num_choices.keys() != sizes.keys():
                 differing = sorted(task.num_choices.keys() ^ sizes.keys())
                 raise UserError(
@@ -112,17 +123,21 @@ def load_tasks(
                 )
             # Checked now: a wrong metric or filter would fail only after the model has answered.
             scores = [key.split(",") for key in score_keys(task)]
-            wanted = [
-                ("metric", name, metrics) for metric, _ in scores for name in metric.split("+")
-            ]
+            wanted = [("metric", name, means) for metric, _ in scores for name in metric.split("+")]
             wanted += [("filter", name, filters) for _, name in scores]
             for word, name, allowed in wanted:
                 if name not in allowed:
-                    raise UserError(
-                        f"{suite.path} {task.column}: {task.task} has no {word} {name!r}; write "
-                        f"{' or '.join(sorted(allowed))}"
-                    )
+                    finding = f"{task.task} has no {word} {name!r}"
+                    if word == "metric" and name in aggregations:
+                        finding = f"{name} is {NO_MEAN}"
+                    choices = " or ".join(sorted(allowed)) or "the name of another task"
+                    raise UserError(f"{suite.path} {task.column}: {finding}; write {choices}")
     return tasks
+
+
+def _not_means() -> list[Any]:
+    """Return lm-eval's own aggregations but for means; a task may have functions of its own."""
+    return [get_aggregation(n) for n in AGGREGATION_REGISTRY if n not in ("mean", "nanmean")]
 
 
 def subtasks(task: Task | Group) -> list[Any]:

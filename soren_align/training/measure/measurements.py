@@ -22,6 +22,7 @@ from ...core.errors import UserError
 from ...core.files import append
 from ...optim import AppliedMap, PendingUpdate, Sums, matrices_of
 from ...recipe.schema import LogSpectra
+from ...run.folder import metrics_line
 from ...spectral import distance_from_sigmoid, singular_values
 from ...spectral.exact import contrast_numbers, null_space_bound
 from ..trained_optimizer import AttachedOptimizer, StartingWeights, relative_changes
@@ -171,7 +172,7 @@ class Measurements(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Append a line to the file."""
         if self.log.metrics and logs:
-            append(self.log.metrics, json.dumps({"step": state.global_step, **logs}) + "\n")
+            append(self.log.metrics, metrics_line({"step": state.global_step, **logs}))
 
     def _add_update(self, update: PendingUpdate) -> None:
         index = 0 if update.group is self._matrices else 1

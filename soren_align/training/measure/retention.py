@@ -6,7 +6,6 @@ weight changes. The start's logits stay in the run folder until training ends, f
 """
 
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from ...core.errors import UserError
 from ...core.files import append, digest, use_umask
 from ...data import from_token_columns, has_turns, load_split, tokenize
 from ...recipe import Recipe, trainer_value
-from ...run.folder import RunFolder
+from ...run.folder import RunFolder, metrics_line
 from ...sharding.ranks import Ranks
 from ..trained_optimizer import compact_copies
 from .samples import evaluating
@@ -168,7 +167,7 @@ class Retention(TrainerCallback):
             # From the history a resumed run restores damaged lines of the file.
             state.log_history.append(line)
             if self.ranks.is_first:
-                append(self.folder.metrics, json.dumps(line) + "\n")
+                append(self.folder.metrics, metrics_line(line))
 
     def _read_start(self) -> Tensor:
         file, remedy = (
