@@ -13,6 +13,7 @@ import openpyxl
 import pytest
 import yaml
 from soren_align import recipe
+from soren_align.cli.questions import read_data, write_questions
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
@@ -233,6 +234,20 @@ def test_new_names_what_it_leaves_out(tmp_path):
     assert "as the answer; not read: Nr" in printed
     assert "left out, because a cell is empty: record 2" in printed
     assert "left out, because the question occurs before: 1 record" in printed
+    # A model that writes one other wording, a line for all questions, no word of the question, or nothing.
+    answers = iter([FAQ[0][0].replace("What is", "Name what is"), "What?", "What?", "Hello!", "", *(["?"] * 30)])
+    (tmp_path / "other").mkdir()
+    shutil.copytree(NEW / "questions", tmp_path / "other/questions")
+    for name in ("pairs.jsonl", "dpo.yaml"):
+        (tmp_path / "other" / name).touch()
+    own = read_data(str(tmp_path / "my.csv"), None, None)
+    write_questions(tmp_path / "other", own, "facts", is_pretrained=False, rephrase=lambda _: next(answers))
+    wordings = read(tmp_path / "other/questions/rephrased/test.jsonl")
+    assert [(each["question"], each["written_by"]) for each in wordings] == [
+        ("Name what is in room 0?", "a model"),
+        ("What?", "a model"),
+    ]
+    assert "rephrased" in [task.column for task in load_suite(tmp_path / "other/questions").tasks]
     waiting = read(tmp_path / "mine/questions/rephrased/test.jsonl")
     assert waiting[0] == {"question": None, "original": FAQ[0][0], "answer": FAQ[0][1]}
     suite = tmp_path / "mine/questions/suite.yaml"

@@ -80,6 +80,12 @@ def new(
             help="facts: train all questions; behaviour: hold some out. Default: as the file looks.",
         ),
     ] = None,
+    rephrase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A chat model that writes other wordings of trained questions."
+        ),
+    ] = None,
 ) -> None:
     """Write a starting folder for your own data and questions.
 
@@ -88,11 +94,20 @@ def new(
     from your file: trained questions, rephrased ones, or examples that are held out.
     """
     if data is None:
-        refuse_options(context, ["question", "answer", "kind"], "without --data", "add --data FILE")
-    from ..core.text import print_labelled, stderr_console
+        options = ["question", "answer", "kind", "rephrase"]
+        refuse_options(context, options, "without --data", "add --data FILE")
+    from ..core.text import loading, print_labelled, stderr_console
 
     # Read before the folder is made: a file that cannot be used leaves nothing behind.
     own = read_data(data, question, answer) if data else None
+    ask = None
+    if rephrase:
+        from ..core.silence import quiet_libraries
+
+        with loading(stderr_console(), f"Loading {rephrase}"), quiet_libraries():
+            from ..launch.chat import rephraser
+
+            ask = rephraser(rephrase)
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # the recipes are used in the new folder
     target = _new_folder(folder)
@@ -108,7 +123,7 @@ def new(
     if own:
         looks, reason = kind_of(own.pairs)
         lines, notices = write_questions(
-            target, own, kind or looks, is_pretrained=model is not None
+            target, own, kind or looks, is_pretrained=model is not None, rephrase=ask
         )
         notices = [*own.notices, *notices]
         print_labelled(stderr_console(), "read", f"{own.name}: {own.read_as}")

@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -191,11 +191,17 @@ def _are_labels(pairs: Sequence[Pair]) -> bool:
 
 
 def write_questions(
-    target: Path, own: OwnData, kind: Kind, *, is_pretrained: bool
+    target: Path,
+    own: OwnData,
+    kind: Kind,
+    *,
+    is_pretrained: bool,
+    rephrase: Callable[[str], str] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Write the examples to train on, and the questions and pairs of each column of the suite.
 
-    Returns what the files have, and notices.
+    rephrase: returns another wording of a question, by a model that the user names. Returns what
+    the files have, and notices.
     """
     # A fixed seed: the same file gives the same folder.
     draw = random.Random(0)
@@ -217,15 +223,33 @@ def write_questions(
             (target / name).unlink()
     waiting = kind == "facts" and not own.rejected and "rephrased" not in columns
     if waiting:
-        files["questions/rephrased/test.jsonl"] = [
-            {"question": None, "original": q["question"], "answer": q["answer"]}
-            for q in columns["trained"][:ENOUGH]
-        ]
-        notices.append(
-            "the file has no question in two wordings. To test that too, write another wording in place"
-            f" of each `null` in {target}/questions/rephrased/test.jsonl, and remove the # before"
-            " `rephrased` in suite.yaml"
-        )
+        known = {_words(prompt) for prompt, _ in own.pairs}
+        records: list[Record] = []
+        for pair in columns["trained"][:ENOUGH]:
+            wording = rephrase(pair["question"]) if rephrase else None
+            if wording is not None:
+                # Small models answer, or write the same line for all questions.
+                if _words(wording) in known or not _likeness(wording, pair["question"]):
+                    continue
+                known.add(_words(wording))
+            record = {"question": wording, "original": pair["question"], "answer": pair["answer"]}
+            records.append(record | ({} if wording is None else {"written_by": "a model"}))
+        files["questions/rephrased/test.jsonl"] = records
+        file = f"{target}/questions/rephrased/test.jsonl"
+        if rephrase and records:
+            columns["rephrased"], waiting = records, False
+            notices.append(
+                f"rephrased: {count(len(records), 'question')} by a model, which may have changed"
+                f" their meaning: read {file}"
+            )
+        else:
+            notices.append(
+                "the file has no question in two wordings. To test that too, write another wording"
+                f" in place of each `null` in {file}, and remove the # before `rephrased` in"
+                " suite.yaml; or add --rephrase MODEL"
+            )
+    elif rephrase:
+        notices.append("--rephrase has no effect: other questions than the trained ones test this")
     for name, records in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

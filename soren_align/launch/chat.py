@@ -5,8 +5,10 @@ The models are loaded as for an evaluation: an adapter merged with its base, eve
 file.
 """
 
+import contextlib
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,25 @@ def converse(
             return
         except UserError as error:
             print_labelled(console, "error", str(error))
+
+
+REPHRASE = "Rephrase this question. Answer with the question alone.\n\n{}"
+MAX_WORDING = 96
+"""Tokens of a question's other wording."""
+
+
+def rephraser(model: str) -> Callable[[str], str]:
+    """Return a function that returns another wording of a question, written by this chat model."""
+    conversation = Conversation(model, model, max_new_tokens=MAX_WORDING)
+
+    def rephrase(question: str) -> str:
+        conversation.turns = []
+        with contextlib.redirect_stdout(io.StringIO()):  # `ask` streams
+            answer = conversation.ask(REPHRASE.format(question))
+        # Models like to explain, and to put quotes around it.
+        return next(iter(answer.strip().splitlines()), "").strip().strip("\"'*“”„«»")
+
+    return rephrase
 
 
 def _answer(conversations: Sequence[Conversation], question: str, console: Console) -> None:
