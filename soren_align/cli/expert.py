@@ -55,7 +55,7 @@ def doctor(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of processes of the trainings. Default: one per GPU; without a GPU, 2.",
+            help="Number of processes of the collectives. Default: one per GPU; without a GPU, 2.",
         ),
     ] = None,
     output: Annotated[
@@ -65,9 +65,9 @@ def doctor(
         ),
     ] = "runs/doctor",
 ) -> None:
-    """Check whether this machine is fit to train, in a few minutes.
+    """Check whether this machine is fit to train, in a minute or two.
 
-    Checked are libraries, GPUs, the file system, communication, Soren's maps, and two trainings.
+    Checked are libraries, GPUs, the file system, communication, sharded steps, and Soren's maps.
     """
     from ..doctor import run
 

@@ -23,8 +23,8 @@ Verdict = Literal["ok", "FAILED", "skipped"]
 class Machine:
     """The facts about this machine that the checks need.
 
-    folder: the runs and temporary files are in it. num_processes: of trainings and of gloo's
-    collectives. num_gpus: visible ones; with none, the checks run on the CPU.
+    folder: temporary files are in it. num_processes: of the collectives. num_gpus: visible ones;
+    with none, the checks run on the CPU.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """The device of the maps and trainings: cuda or cpu."""
+        """The device of the maps: cuda or cpu."""
         return "cuda" if self.num_gpus else "cpu"
 
 
@@ -71,8 +71,7 @@ CHECKS = {
     "file system": ("system.file_system", 60),
     "ranks": ("ranks.ranks", 240),
     "maps": ("maps.maps", 120),
-    "parity": ("trainings.parity", 540),
-    "speed": ("trainings.speed", 60),
+    "speed": ("maps.speed", 60),
 }
 """The function, `module.function`, and the time limit in seconds of each check, in the order in
 which they run: what others need comes first."""

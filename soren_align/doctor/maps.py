@@ -1,5 +1,5 @@
 """The maps on this device, against the same maps in float64 on the CPU, on matrices whose singular
-values fall over four decades as those of real momenta do.
+values fall over four decades as those of real momenta do; and the time of the default map.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,10 @@ LARGE_MODES = 1e-3
 SIGMOID_LIMITS: dict[FactorPrecision, float] = {"float32": 0.008, "float16": 0.02}
 """Limits of the relative error of these modes in minimax: its certificate, and what 11 bits add to
 it."""
+
+MATRICES = {"cuda": (4, 2048, 2048), "cpu": (4, 512, 1376)}
+AT_MOST = {"cuda": 5.0, "cpu": 30.0}
+"""Times the products alone; on an H200 2.7 for minimax in float16, 1.5 in float32."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +161,29 @@ def nan_stays(device: torch.device) -> Finding:
                 problems.append(f"{spectral_map.name} ({precision})")
     reason = f"a NaN in one matrix does not stay in it under {', '.join(problems)}; report it"
     return judged("NaN", f"{num} maps and precisions", "stays in its matrix", not problems, reason)
+
+
+def speed(machine: Machine) -> Iterator[Finding]:
+    """Time the default map of a batch of matrices, beside its products at the device's own rate."""
+    from torch.utils.benchmark import Timer
+
+    minimax, shape = MAPS["minimax"], MATRICES[machine.device]
+    precision = "float16" if machine.num_gpus else "float32"  # which CPUs emulate
+    # The products alone are what the map cannot save; other time is launches and memory traffic.
+    x = torch.randn(*shape, device=machine.device)
+    x /= x.norm()
+    factor = x.to(getattr(torch, precision))
+    names = {"x": x, "factor": factor, "run": lambda: mapped(minimax, x, precision)}
+    product, seconds = (
+        Timer(line, globals=names, num_threads=torch.get_num_threads()).blocked_autorange().median
+        for line in ("factor @ factor.mT", "run()")
+    )
+    num, num_rows, num_columns = shape
+    rate = 2 * num * num_rows**2 * num_columns / product
+    alone = num * (minimax.num_flops(num_rows, num_columns, precision) or 0) / rate
+    most = AT_MOST[machine.device] * alone
+    measured = f"minimax {1e3 * seconds:.3g} ms, {num} x {num_rows} x {num_columns}, {precision}"
+    expected = f"<= {1e3 * most:.3g} ms (products {1e3 * alone:.3g})"
+    reason = f"the map takes {1e3 * seconds:.3g} ms, and its products {1e3 * alone:.3g} ms; end "
+    reason += "other processes on the device, and look at power and clocks (nvidia-smi -q)"
+    yield judged("speed", measured, expected, seconds <= most, reason)

@@ -1,5 +1,5 @@
-"""Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit, and
-their bandwidth.
+"""Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit,
+their bandwidth, and ten sharded steps beside those of one process.
 
 A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE, with RANK and the
 like set.
@@ -26,6 +26,10 @@ RANKS_SECONDS = 100.0
 MAX_FLAG_SECONDS = 0.1
 """The limit of the small all-reduce of each training step; on one machine it takes less than 1
 ms."""
+TOLERANCE = 2e-6
+"""float32, ten steps: other sums over ranks, magnified by the map's slope at zero
+(research/studies/parity.md)."""
+NUM_STEPS = 10
 MIN_BANDWIDTH = 20e9
 """Bytes per second between GPUs, of PCIe 4; NVLink reaches 250 to 350 GB/s on eight H100s."""
 
@@ -108,6 +112,16 @@ def judged_results(
         passes = is_right and not (has_bandwidth and bandwidth < MIN_BANDWIDTH)
         line = f"{backend} {name}, {count(num_ranks, 'process', 'processes')}"
         yield judged(line, measured, expected, passes, problem)
+    if (difference := results.get("difference")) is not None:
+        reason = (
+            f"{NUM_STEPS} steps with matrices sharded by {backend} are others than those of one"
+        )
+        reason += (
+            f" process: a weight differs by {difference:.2g}; do not train with several processes"
+        )
+        name = f"parity, {backend}, {count(num_ranks, 'process', 'processes')}"
+        expected = f"<= {TOLERANCE:g} from one process"
+        yield judged(name, f"{difference:.1e}", expected, difference <= TOLERANCE, reason)
     if device == "cpu":
         seconds = results["flag_seconds"]
         reason = f"a small all-reduce of gloo takes {1e3 * seconds:.0f} ms, and each step has one"
@@ -115,6 +129,39 @@ def judged_results(
         yield judged(
             "gloo latency", f"{1e3 * seconds:.2f} ms", expected, seconds < MAX_FLAG_SECONDS, reason
         )
+
+
+def sharded_difference(device: str) -> float:
+    """Return the largest difference of a weight between steps with matrices sharded over the ranks
+    and the same steps of this process alone.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ..optim import Soren
+    from ..sharding import FSDP2Strategy
+
+    weights: list[list[torch.Tensor]] = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(64, 97, bias=False), torch.nn.Linear(97, 64, bias=False))
+        model = torch.nn.Sequential(*layers).to(device)
+        if is_sharded:
+            fully_shard(model, mesh=init_device_mesh(device, (torch.distributed.get_world_size(),)))
+        # Equal steps, not equal losses: a wrong shard shows in a weight first.
+        optimizer = Soren(model.named_parameters(), lr=0.005)
+        if is_sharded:
+            optimizer.strategy = FSDP2Strategy()
+        for _ in range(NUM_STEPS):
+            # All ranks have the same inputs, so that the mean of their gradients is that of one.
+            inputs = torch.randn(256, 64).to(device)
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = [parameter.detach() for parameter in model.parameters()]
+        weights.append([p.full_tensor() if is_sharded else p for p in parameters])
+    return max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
 
 
 def main(arguments: list[str]) -> None:
@@ -165,6 +212,9 @@ def main(arguments: list[str]) -> None:
     for _ in range(20):
         group.any(False)
     results["flag_seconds"] = (time.perf_counter() - begin) / 20
+    # Wrong collectives make wrong steps, or none: they are judged alone.
+    if all(result["is_right"] for result in (results["all_reduce"], results["all_to_all"])):
+        results["difference"] = sharded_difference(device)
     if group.is_first:
         Path(output).write_text(json.dumps(results))
     group.destroy()

@@ -4,7 +4,6 @@ doctor.json.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from ..run.folder import now
 from ..run.provenance import provenance
 from .checks import CHECKS, Finding, Machine, last_line
 
-RESULT, RUNS = "doctor.json", "runs"
+RESULT = "doctor.json"
 STOP_SECONDS = 20.0
 """The time for a check's process, and the ranks that it started, to end after SIGTERM."""
 
@@ -52,9 +51,6 @@ def doctor(num_processes: int | None, *, output: str) -> int:
             content |= {"findings": [asdict(finding) for finding in findings]}
             files.write(folder / RESULT, json.dumps(content, indent=2) + "\n")
     failures = [finding for finding in findings if finding.verdict == "FAILED"]
-    # After a failure the runs stay: their logs may explain it.
-    if not failures:
-        shutil.rmtree(folder / RUNS, ignore_errors=True)
     rows = [[f.check, f.measured, f.expected, f.verdict] for f in findings]
     signs = {"FAILED": ("bold red", "worse"), "ok": ("green", "better"), "skipped": ("dim", "")}
     columns = ["check", "measured", "expected", "verdict"]

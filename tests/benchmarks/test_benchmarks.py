@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.maps import errors, known_matrices, newton_schulz_float32
-from soren_align.spectral import exact_sigmoid, newton_schulz
+from benchmarks.maps import errors, known_matrices
+from soren_align.spectral import exact_sigmoid
 from soren_align.spectral.maps import sigmoid
 
 from benchmarks import timing
@@ -46,12 +46,6 @@ def test_the_steps_are_timed_and_their_states_counted(capsys):
     assert 2 * one_moment <= rows["fused AdamW"]["state_bytes"] < 2 * one_moment + 100
     assert rows["Muon"]["ratio_to_torch_muon"] > 0
     assert max(map(len, run(capsys, "step").splitlines())) <= 80
-
-
-@pytest.mark.parametrize("shape", [(16, 16), (24, 8)], ids=str)
-def test_the_float32_reference_is_muons_iteration(shape):
-    x = torch.randn(shape)
-    assert torch.allclose(newton_schulz_float32(x), newton_schulz(x.double()).float(), atol=1e-5)
 
 
 def test_a_wrong_map_has_its_error():

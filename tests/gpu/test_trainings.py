@@ -18,9 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from soren_align.core.files import resolve_path
-from soren_align.doctor.checks import Machine
 from soren_align.doctor.maps import mapped, momenta, precisions
-from soren_align.doctor.trainings import TOLERANCE, train
+from soren_align.doctor.ranks import TOLERANCE
 from soren_align.run.folder import RunFolder, read_metrics
 from soren_align.spectral import MAPS
 
@@ -39,11 +38,6 @@ MODEL_CONFIG = {
 """158 million parameters, so that the constants of CUDA's libraries are a small share of the peak."""
 
 
-@pytest.fixture
-def machine(tmp_path):
-    return Machine(tmp_path, NUM_GPUS, NUM_GPUS)
-
-
 def furthest(a, b):
     """The largest difference of any weight between the models of two runs."""
     weights, others = (load_file(run / "model" / "model.safetensors") for run in (a, b))
@@ -58,12 +52,29 @@ def settings(*texts):
     return [word for text in texts for word in ("--set", text)]
 
 
+def ten_steps(run, *texts, processes=NUM_GPUS):
+    """The command of ten steps of the quickstart in float32, of the same examples on any number of processes."""
+    # At least 32 examples: fewer leave matrices of low rank, of which the map magnifies the rounding.
+    divisor = 4 * max(1, NUM_GPUS)
+    common = [f"run.output_dir={run}", f"run.global_batch_size={-(-32 // divisor) * divisor}", "data.eval=null"]
+    common += ["trainer.per_device_train_batch_size=4", "trainer.max_steps=10", "optimizer.precision=float32"]
+    common += ["trainer.eval_strategy=no", "trainer.save_strategy=no", "trainer.warmup_steps=0"]
+    common += ["trainer.lr_scheduler_type=constant", "trainer.use_cpu=false", "run.num_threads=null"]
+    return words("sft", "quickstart/sft", "--no-eval", *settings(*common, *texts), "--processes", processes)
+
+
+def train(run, *texts, **processes):
+    """The run's folder after ten steps."""
+    subprocess.run(ten_steps(run, *texts, **processes), check=True)
+    return run
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_ten_steps_under_each_strategy_are_those_of_one_process(machine, strategy):
+def test_ten_steps_under_each_strategy_are_those_of_one_process(tmp_path, strategy):
     if strategy == "ddp" and NUM_GPUS == 1:
         pytest.skip("one GPU")
-    run = train(machine, strategy, f"run.parallel={strategy}", processes=NUM_GPUS)
-    assert furthest(run, train(machine, "alone")) <= TOLERANCE
+    run = train(tmp_path / strategy, f"run.parallel={strategy}")
+    assert furthest(run, train(tmp_path / "alone", processes=1)) <= TOLERANCE
 
 
 def test_the_first_loss_of_dpo_is_ln_2(tmp_path):
@@ -125,30 +136,27 @@ def newest_step(run):
     return max(steps, default=0)
 
 
-def interrupted(machine, number):
+def interrupted(run, number):
     """Train until a new checkpoint is complete, send a signal to a rank or to the launcher; return the exit code."""
-    code = f"from pathlib import Path; from soren_align.doctor import checks, trainings\nmachine = checks.Machine(Path({str(machine.folder)!r}), {NUM_GPUS}, {NUM_GPUS})\ntrainings.train(machine, 'interrupted', 'run.overwrite=false', *{SAVED}, processes={NUM_GPUS})"  # noqa: E501
-    run = machine.folder / "runs" / "interrupted"
-    before, process = newest_step(run), subprocess.Popen([sys.executable, "-c", code])
+    before, process = newest_step(run), subprocess.Popen(ten_steps(run, *SAVED))
     begin = time.monotonic()
     while newest_step(run) <= before:
         assert process.poll() is None
         assert time.monotonic() - begin < 180
         time.sleep(0.01)
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    pids = Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     workers = [n for n in pids if b"soren_align.launch.worker" in Path(f"/proc/{n}/cmdline").read_bytes()]
-    os.kill(max(map(int, workers), default=int(child)) if number == signal.SIGKILL else int(child), number)
+    os.kill(max(map(int, workers), default=process.pid) if number == signal.SIGKILL else process.pid, number)
     begin = time.monotonic()
     process.wait(60)
     return process.returncode
 
 
-def test_a_run_that_was_killed_and_stopped_ends_with_the_weights_of_an_undisturbed_one(machine):
-    undisturbed = train(machine, "undisturbed", "run.parallel=zero2", processes=NUM_GPUS)
+def test_a_run_that_was_killed_and_stopped_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
+    undisturbed = train(tmp_path / "undisturbed", "run.parallel=zero2")
     for number in (signal.SIGKILL, signal.SIGTERM):
-        assert interrupted(machine, number) != 0
-    resumed = train(machine, "interrupted", "run.overwrite=false", *SAVED, processes=NUM_GPUS)
+        assert interrupted(tmp_path / "interrupted", number) != 0
+    resumed = train(tmp_path / "interrupted", *SAVED)
     assert furthest(resumed, undisturbed) <= TOLERANCE
 
 

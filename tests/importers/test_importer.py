@@ -95,25 +95,19 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("handbook-zephyr-7b-beta-sft-full", "data.train.split", "train_sft"),
     ("handbook-zephyr-7b-beta-sft-full", "data.eval.split", "test_sft"),
     ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
-    ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
     ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
-    ("handbook-zephyr-7b-beta-sft-qlora", "model.quantize", "4bit"),
     ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
     ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
-    ("axolotl-dpo-qlora", "model.quantize", "4bit"),
     ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
     ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
     ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
     ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
-    ("axolotl-sft", "data.eval.fraction", 0.02),
     ("axolotl-sft", "trainer.eval_steps", 0.083333),  # 4 in each of 3 epochs
     ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
     ("trl-sft", "data.train.name", "short"),
     ("trl-sft", "optimizer.betas", [0.9, 0.95]),
     ("trl-sft", "trainer.packing_strategy", "wrapped"),
     ("trl-sft", "model.attn_implementation", "kernels-community/flash-attn2"),  # not model_init_kwargs'
-    ("handbook-smollm3-sft-mid", "trainer.packing_strategy", "bfd"),  # TRL's default
-    ("handbook-zephyr-7b-beta-dpo-qlora", "model.attn_implementation", "flash_attention_2"),
     ("trl-sft", "trainer.gradient_checkpointing", False),
     ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are
     ("trl-dpo-lora", "trainer.eval_strategy", "no"),
@@ -123,7 +117,6 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
     ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
     ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
-    ("axolotl-sft-bare", "trainer.assistant_only_loss", True),
     ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
 ])  # fmt: skip
 def test_values_arrive_where_a_recipe_has_them(name, key, value):

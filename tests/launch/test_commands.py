@@ -14,10 +14,7 @@ from soren_align.recipe.model import estimated_parameters
 from soren_align.run.folder import STOPPED, RunFolder
 from soren_align.training import run as training
 from soren_align.training import setup
-from tests.support.run_folders import lock_of_another_process
 from transformers import AutoConfig, AutoModelForCausalLM
-
-LOCKED = "another process is training or evaluating this run"
 
 
 @pytest.fixture
@@ -83,13 +80,6 @@ def test_a_run_that_goes_on_has_no_failure_on_record(make, monkeypatch):
     assert commands.train_here(folder, 10.0) == 130
     assert {"diverged", "resumable", "defect"}.isdisjoint(folder.read())
     assert folder.read()["last_error"] == STOPPED
-
-
-def test_a_folder_in_which_a_process_runs_is_refused(make):
-    folder = begin(make())
-    folder.release()
-    with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
-        begin(make("run.overwrite=true"))
 
 
 def test_a_run_finished_without_evaluation_can_be_evaluated(make):

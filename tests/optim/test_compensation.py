@@ -70,22 +70,6 @@ def test_they_are_those_of_float64_to_2_percent_of_the_way(lr):
     assert apart < 0.02 if lr == 1e-6 else apart > 0.02
 
 
-def test_a_compensation_in_bfloat16_would_swallow_small_steps_in_its_turn():
-    """What the module's first lines say, by Kahan's summation as AnyPrecisionAdamW and others have it."""
-
-    def apart(steps):
-        held, rest, wide = start(64, 96), torch.zeros(64, 96, dtype=torch.bfloat16), start(64, 96).double()
-        for grad in gradients(64, 96, steps=steps):
-            step = grad.double() / grad.double().norm() * 64**0.5 * 0.5 * 1e-6
-            wide -= step
-            wanted = rest.float() - step.float()
-            moved = (held.float() + wanted).to(torch.bfloat16)
-            held, rest = moved, (held.float() - moved.float() + wanted).to(torch.bfloat16)
-        return float((held.double() + rest.double() - wide).norm() / (wide - start(64, 96).double()).norm())
-
-    assert apart(50) < 0.02 < 0.1 < apart(2000)
-
-
 def test_the_decay_goes_through_the_compensation_too():
     p = torch.nn.Parameter(start(8, 12))
     optimizer = Soren([p], lr=1e-5, weight_decay=0.1, compensation="kahan")

@@ -101,18 +101,3 @@ def test_the_defaults_are_those_of_torch(make, both, like):
     run(make(ours, **both), ours)
     run(getattr(torch.optim, make.__name__)(theirs, **both, **like), theirs)
     assert_same_bits(ours, theirs)
-
-
-def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
-    (p,) = parameters([(3, 4)])
-    optimizer = Soren([p], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    before = p.detach().clone()
-    assert torch.equal(optimizer.step(closure), before.square().sum())
-    assert not torch.equal(p, before)

@@ -43,7 +43,7 @@ def test_every_map_is_shown_by_its_name(name, capsys):
 
 @pytest.mark.parametrize(("name", "largest"), [("sns", "4.37% at 1"), ("released", "91.90% at 0.01")])
 def test_the_picture_of_a_map_by_its_name_has_the_largest_error_on_the_papers_interval(name, largest):
-    """In the paper 4.37% of SNS, by its scalar iteration (test_spectra.py computes it again)."""
+    """In the paper 4.37% of SNS, by its scalar iteration (tests/spectral/test_soft_newton_schulz.py has more of them)."""
     figure = maps._figure(name, LIGHT)
     assert figure.axes[1].get_title("left") == f"relative error, %; largest: {largest}"
 

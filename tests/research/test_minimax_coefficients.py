@@ -29,12 +29,6 @@ def test_the_sign_certificates_are_proved(resolution):
     assert (np.diff(below) > 0).all()
 
 
-@pytest.mark.parametrize("resolution", SIGN)
-def test_a_step_less_is_far_less_accurate(resolution):
-    _, error = polynomials.compose(resolution, len(SIGN[resolution].steps) - 1)
-    assert error > 10 * SIGN[resolution].error
-
-
 def test_the_steps_of_the_tanh_are_within_their_error_rise_and_are_as_good_as_those_of_the_script():
     x = np.linspace(0, TANH_LIMIT, 100_001)
     assert np.abs(polynomials.tanh_errors(TANH, x)).max() <= 1.6e-4

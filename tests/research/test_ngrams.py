@@ -47,21 +47,3 @@ def test_kneser_ney_is_the_definition_and_sums_to_one(order):
         probs = [math.exp(model.score(np.array([*context, word]))[2]) for word in range(VOCAB_SIZE)]
         assert sum(probs) == pytest.approx(1, abs=1e-12)
         assert probs == pytest.approx([probability(levels, context, word, order) for word in range(VOCAB_SIZE)])
-
-
-def test_the_first_tokens_have_shorter_contexts():
-    model = ngrams.KneserNey(TOKENS, VOCAB_SIZE, 3)
-    levels = reference(TOKENS.tolist(), 3)
-    expected = [probability(levels, (), 2, 1), probability(levels, (2,), 1, 2), probability(levels, (2, 1), 0, 3)]
-    assert np.exp(model.score(np.array([2, 1, 0]))) == pytest.approx(expected)
-
-
-def test_a_unigram_adds_one_to_each_count():
-    model = ngrams.Unigram(np.array([0, 0, 1]), 4)
-    assert np.exp(model.score(np.arange(4))) == pytest.approx([3 / 7, 2 / 7, 1 / 7, 1 / 7])
-
-
-def test_longer_contexts_are_better_where_the_text_has_them():
-    text = np.tile([0, 1, 0, 2, 3, 0, 2, 1], 50)
-    values = ngrams.perplexities(text, text, np.arange(8, len(text)), 4)
-    assert values["unigram"] > values["bigram"] > values["trigram"] >= 1

@@ -7,7 +7,6 @@ import torch
 from soren_align.spectral.composition import shipped
 from soren_align.spectral.exact import composed_values, exact_function
 from soren_align.spectral.iterate import guarded_composition
-from soren_align.testing import randn
 from tests.support.spectra import matrix_of
 
 TANH = shipped("tanh", "tau", 0.1)
@@ -53,20 +52,6 @@ def test_the_result_is_within_the_certificate(composed, function, shape, spectru
         assert output.dtype == dtype
         if dtype == torch.float64:
             assert values.numpy() == pytest.approx(composed_values(sigma, composed).numpy(), abs=1e-8)
-
-
-@EVERY_EXAMPLE
-def test_batches_transposes_and_rotations(composed, function):
-    x = randn(2, 3, 8, 5) / 20
-
-    def mapped(matrices):
-        return guarded_composition(matrices, composed)[0]
-
-    one_by_one = torch.stack([mapped(m) for m in x.flatten(0, 1)]).unflatten(0, (2, 3))
-    assert (mapped(x) - one_by_one).abs().max() < 1e-12
-    assert torch.equal(mapped(x.mT), mapped(x).mT)
-    u = torch.linalg.qr(randn(8, 8, seed=1)).Q
-    assert (mapped(u @ x) - u @ mapped(x)).abs().max() < 1e-9
 
 
 @EVERY_EXAMPLE

@@ -153,16 +153,6 @@ def test_singular_vectors_order_and_bounds_are_kept(matrix):
         assert (((gain - sigma.sigmoid()) / sigma.sigmoid())[promised].abs() < 0.0075).all()
 
 
-@modest
-@given(st.integers(0, 3), matrices())
-def test_a_batch_of_any_dimensions_is_mapped_matrix_by_matrix(num_dims, matrix):
-    x = torch.stack([matrix[0], matrix[0] * 1e-3, torch.zeros_like(matrix[0])])
-    one_by_one = torch.stack([minimax_sigmoid(m) for m in x])
-    shape = (1,) * num_dims + tuple(x.shape)
-    distance = (minimax_sigmoid(x.reshape(shape)) - one_by_one.reshape(shape)).norm()
-    assert (distance / one_by_one.norm().clamp(min=1e-300)).item() < 1e-9
-
-
 def test_a_large_batch_is_mapped_matrix_by_matrix():
     x = randn(2, 3, 140, 150).float() / 20
     one_by_one = torch.stack([minimax_sigmoid(m) for m in x.flatten(0, 1)]).reshape(x.shape)
@@ -182,21 +172,6 @@ def test_tiny_and_huge_entries_saturate(value):
     result = minimax_sigmoid(torch.full((3, 5), value))
     assert result.isfinite().all()
     assert torch.linalg.svdvals(result)[0] == pytest.approx(0.5 if value < 1 else 0.99, abs=0.005)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_input_is_left_alone_and_bad_matrices_do_not_spread(dtype):
-    x = randn(4, 6, 9).to(dtype)
-    x[1] = 0
-    x[2, 3, 3] = torch.nan
-    x[3, 0, 0] = -torch.inf
-    before = x.clone()
-    result = minimax_sigmoid(x.mT)
-    assert torch.equal(x.nan_to_num(), before.nan_to_num())
-    assert (result.dtype, result.shape) == (dtype, (4, 9, 6))
-    assert result[0].isfinite().all()
-    assert (result[1] == 0).all()
-    assert result[2:].isnan().all()
 
 
 @pytest.mark.parametrize("rank", [1, 32, 64])
