@@ -215,6 +215,7 @@ def test_a_kind_can_be_chosen_and_a_longest_answer_has_room(tmp_path):
 
 
 @pytest.mark.parametrize(("head", "order"), [
+    (("Kategorie", "Nachricht"), -1),
     (("Frage", "Antwort"), 1), (("Antwort", "Frage"), -1), (("réponse courte", "Question"), -1), (("A", "B"), 1),
     (("B", "A"), 1), (("Begriff", "Erklärung"), 1), (("质量", "问题"), -1),
 ])  # fmt: skip
@@ -263,7 +264,9 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     assert columns == {"trained": [{"question": q, "answer": a} for q, a in FAQ[::2]]}
     shutil.rmtree(tmp_path / "mine")
     rows = [(prompt, f"Sorry, {i}.", "So what.") for i, (prompt, _) in enumerate(FAQ)]
-    write_csv(tmp_path / "pairs.csv", ["Question", "Good answer", "Bad answer"], [*rows, ("Really?", "Yes.", "Yes.")])
+    write_csv(
+        tmp_path / "pairs.csv", ["Frage", "gute Antwort", "schlechte Antwort"], [*rows, ("Really?", "Yes.", "Yes.")]
+    )
     columns, _, printed = new(tmp_path, "pairs.csv")
     pairs = read(tmp_path / "mine/pairs.jsonl")
     assert (len(pairs), len(columns["preference"])) == (20, 10)
@@ -289,6 +292,14 @@ def test_new_refuses_what_it_cannot_ask(tmp_path, record, message):
     refused = command.run("new", "mine", "--data", "my.jsonl", cwd=tmp_path, code=2)
     assert message in refused.stderr
     assert not (tmp_path / "mine").exists()
+
+
+def test_a_file_of_a_german_spreadsheet_is_read_as_windows_1252(tmp_path):
+    rows = [f"Wie schwer ist Gerät {i}?;Es wiegt {i} kg und kostet {i} €." for i in range(30)]
+    (tmp_path / "my.csv").write_bytes("\n".join(["Frage;Antwort", *rows]).encode("cp1252"))
+    _, examples, printed = new(tmp_path, "my.csv")
+    assert examples[7] == {"instruction": "Wie schwer ist Gerät 7?", "output": "Es wiegt 7 kg und kostet 7 €."}
+    assert "not UTF-8: read as Windows-1252, such as 'Wie schwer ist Gerät 0?'" in printed
 
 
 def test_a_spreadsheet_is_read_and_a_damaged_one_or_two_sheets_are_refused(tmp_path):

@@ -74,6 +74,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         raise UserError(f"{name}: is empty; name a file with questions and answers")
     if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
         raise UserError(f"{name}: has no records; name a file with questions and answers")
+    rows, notices = _decoded(data, rows)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for key, (role, content) in TURNS.items():
         if key in columns and question is None:
@@ -88,15 +89,10 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         cells = [_text(row.get(key), f"--data: {data}: record {number}, '{key}'") for key in keys]
         if context and row.get(context):
             cells[0] += f"\n{row[context]}"
-        # Bytes that are no UTF-8.
-        if any("\ud800" <= letter <= "\udfff" for letter in "".join(cells)):
-            remedy = "save the file as UTF-8, or convert the file: iconv -f WINDOWS-1252 -t UTF-8"
-            raise UserError(f"--data: {data}: record {number} is not UTF-8; {remedy}")
         if all(cells):
             texts.append(cells)
         else:
             incomplete.append(str(number))
-    notices = []
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
         notices.append(
@@ -127,6 +123,31 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     if len({reply for _, reply in own.pairs}) == 1:
         raise UserError(f"--data: {data}: all answers are equal; name a file with several answers")
     return own
+
+
+def _decoded(data: str, rows: list[Record]) -> tuple[list[Record], list[str]]:
+    """Return the rows of a file that is not UTF-8 as Windows-1252, which spreadsheets write, with a
+    notice."""
+
+    def decode(text: Any) -> Any:
+        if not isinstance(text, str) or text.isascii():
+            return text
+        try:
+            return text.encode("utf-8", "surrogateescape").decode()
+        except UnicodeDecodeError:
+            examples.append(text.encode("utf-8", "surrogateescape").decode("cp1252"))
+            return examples[-1]
+
+    examples: list[str] = []
+    try:
+        rows = [{decode(key): decode(value) for key, value in row.items()} for row in rows]
+    except UnicodeError:
+        raise UserError(
+            f"--data: {data}: is neither UTF-8 nor Windows-1252; save the file as UTF-8"
+        ) from None
+    example = next((text for text in examples if text.strip()), "")
+    notice = f"not UTF-8: read as Windows-1252, such as {short(example, 60)!r}"
+    return rows, [notice] if examples else []
 
 
 def _text(cell: Any, place: str) -> str:
@@ -244,9 +265,9 @@ def write_questions(
             )
         else:
             notices.append(
-                "the file has no question in two wordings. To test that too, write another wording"
-                f" in place of each `null` in {file}, and remove the # before `rephrased` in"
-                " suite.yaml; or add --rephrase MODEL"
+                "the file has no question in two wordings. To test that too, write other wordings in"
+                f" place of `null` in {file}, remove the other lines there, and the # before"
+                " `rephrased` in questions/suite.yaml; or add --rephrase MODEL"
             )
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")

@@ -159,7 +159,8 @@ def sharded_difference(device: str) -> float:
             (model(inputs) - inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        parameters = [parameter.detach() for parameter in model.parameters()]
+        # Any: a DTensor has `full_tensor`, a plain parameter has not.
+        parameters: list[Any] = [parameter.detach() for parameter in model.parameters()]
         weights.append([p.full_tensor() if is_sharded else p for p in parameters])
     return max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
 

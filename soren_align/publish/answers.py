@@ -9,6 +9,7 @@ be read is left out.
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def of_evaluation(folder: Path, results: Results, own: Row, start: Row) -> Answe
     folder: of the results. own, start: the rows of the trained model, and of the checkpoint that it
     started from.
     """
-    for column in filter(is_component, own["scores"]):
+    # First what a model may fail: trained questions are often all right.
+    first = [column for column in ("rephrased", "held-out") if column in own["scores"]]
+    for column in filter(is_component, dict.fromkeys([*first, *own["scores"]])):
         before, after = (
             _responses(folder / "samples" / row["name"] / f"{column}.jsonl") for row in (start, own)
         )
@@ -98,11 +101,12 @@ def describe_answers(folder: Path, results: Results) -> list[str]:
     if own is start or not (answers := of_evaluation(folder, results, own, start)):
         return []
     lines = [f"{answers.source.lower()}, before and after"]
-    for prompt, before, after in answers.rows:
+    for (prompt, before, after), right in zip_longest(answers.rows, answers.targets, fillvalue=""):
         lines += [
             short(prompt, MAX_LINE),
             f"  {answers.before}: {short(before, MAX_LINE)}",
             f"  {answers.after}: {short(after, MAX_LINE)}",
+            *[f"  right: {short(right, MAX_LINE)}"] * (bool(right) and right != after),
         ]
     return lines
 

@@ -193,8 +193,10 @@ _ANSWER = (
     " respuesta respuestas risposta risposte resposta respostas antwoord odpowiedź odpowiedz cevap"
     " ответ 答案 回答 답변 definition meaning erklärung"
 )
-_CHOSEN = "chosen preferred good better accepted"
-_REJECTED = "rejected bad worse"
+_TEXT = "text message review sentence comment nachricht kommentar satz"
+_LABEL = "label class category sentiment kategorie klasse catégorie categoría"
+_CHOSEN = "chosen preferred good better accepted gut gute bessere bonne buena buona"
+_REJECTED = "rejected bad worse schlecht schlechte schlechtere mauvaise mala cattiva"
 """Words of column names, in ten languages."""
 _ASKS = re.compile(r"[?？؟]")
 _KNOWN = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
@@ -241,16 +243,30 @@ def question_columns(
         if len(prompts) == 1:
             return {"instruction": prompts[0], "chosen": pair[0], "rejected": pair[1]}
     known = next(([*pair] for pair in _KNOWN if {*pair} <= {*names}), None)
-    if pair := known or _named(names, _QUESTION, _ANSWER) or _of_two(names, records):
+    if pair := (
+        known
+        or _named(names, _QUESTION, _ANSWER)
+        or _of_two(names, records)
+        or _named(names, _TEXT, _LABEL)
+    ):
         return dict(zip(("instruction", "output"), pair, strict=True))
     # A guess would train something silently: row numbers, or answers as questions.
     example = longest_texts(
         {key: value for key, value in records[0].items() if not str(value).strip().isdecimal()}
     )
     words = ("--question", example[0], "--answer", example[1]) if len(example) == 2 else ()
+    if len(names) == 1:
+        raise UserError(
+            f"--data: {path}: has only the column {names[0]}; name a file with a column of questions"
+            " and one of answers"
+        )
+    if asking := [name for name in names if _has_word(name, _QUESTION)]:
+        words = ("--question", asking[0], "--answer", next(n for n in names if n != asking[0]))
     remedy = "add --question COLUMN --answer COLUMN" + f", such as {shlex.join(words)}" * bool(
         words
     )
+    if not is_first:
+        remedy += ", or name the columns of preference pairs prompt, chosen and rejected"
     raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
 
 
@@ -303,6 +319,12 @@ def first_records(
         with file.open("rb") as stream:
             if file.suffix == SPREADSHEET:
                 return _spreadsheet(name, stream)
+            if stream.read(4) == b"PK\3\4":  # a zip archive
+                raise UserError(
+                    f"{name}: is no text, but perhaps a spreadsheet; rename the file to"
+                    f" {file.stem}{SPREADSHEET}, or save it as CSV in UTF-8"
+                )
+            stream.seek(0)
             refuse_wide_characters(name, stream.read(4))
             if file.suffix == ".csv":
                 return _first_rows(name, file, num_lines, is_whole)

@@ -19,14 +19,14 @@ from ruamel.yaml.comments import CommentedMap
 from ..core import document, shipped
 from ..core.document import Document, Key, Setting, tag_of, value_at
 from ..core.errors import MissingError, UserError
-from ..core.files import local_path, read_text, resolve_path
+from ..core.files import PREFIX, local_path, read_text, resolve_path
 from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
 from .data_files import question_columns
 from .data_section import kind_of_eval
-from .model import recorded_quantization, refuse_unusable
+from .model import is_local, recorded_quantization, refuse_unusable
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, resolve
 
@@ -292,8 +292,7 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     raw, lines = source.content, source.lines
     base_name = raw.get("extends")
     # A map's file is looked for beside the recipe that names it, and then in the working directory.
-    for key in BESIDE:
-        _look_beside(path, raw, key, notify)
+    _look_beside(path, raw, notify)
     own_map = value_at(raw, ("optimizer", "map"))
     if isinstance(own_map, dict) and isinstance(file := own_map.get("file"), str):
         beside = local_path(path.parent / file)
@@ -329,25 +328,39 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
 
 BESIDE: tuple[Key, ...] = (
     *(("data", split, *end) for split in ("train", "eval") for end in ((), ("path",))),
-    ("model", "name_or_path"),
     ("run", "samples", "prompts"),
     ("eval", "suite"),
 )
 """Keys whose paths are looked for in the working directory, and then beside the recipe."""
+WITH_THEM: tuple[Key, ...] = (("model", "name_or_path"), ("run", "output_dir"))
+"""Keys of runs, which belong to the folder of the data."""
 
 
-def _look_beside(path: Path, raw: dict[str, Any], key: Key, notify: Notify) -> None:
-    """Make a path of a recipe one beside this recipe, if it exists only there."""
-    parent, text = value_at(raw, key[:-1]), value_at(raw, key)
-    if not isinstance(parent, dict) or not isinstance(text, str) or "\0" in text:
-        return
-    beside, here = path.parent / text, Path(text)
-    if not beside.exists() or beside.resolve() == here.resolve():
-        return
-    if here.exists():
-        notify(f"{path} {dotted(key)}: {here} is read; {beside} exists too, beside the recipe")
-    elif text not in shipped.suites():
-        parent[key[-1]] = str(beside)
+def _look_beside(path: Path, raw: dict[str, Any], notify: Notify) -> None:
+    """If data or suite of a recipe lie only beside it, make its paths those of its folder."""
+    moved = False
+    for key in (*BESIDE, *WITH_THEM):
+        parent, text = value_at(raw, key[:-1]), value_at(raw, key)
+        if not isinstance(parent, dict) or not isinstance(text, str) or "\0" in text:
+            continue
+        if text.startswith((PREFIX, "~")):
+            continue
+        beside, here = path.parent / text, Path(text)
+        is_other = beside.resolve() != here.resolve() and text not in shipped.suites()
+        if key in WITH_THEM:
+            # A run of this folder, whether it is there yet or not; else a name on the hub.
+            if (
+                moved
+                and is_other
+                and (beside.exists() or key[-1] == "output_dir" or is_local(text))
+            ):
+                parent[key[-1]] = str(beside)
+        elif is_other and beside.exists() and here.exists():
+            notify(f"{path} {dotted(key)}: {here} is read; {beside} exists too, beside the recipe")
+        elif is_other and beside.exists():
+            parent[key[-1]], moved = str(beside), True
+    if moved:
+        notify(f"{path}: its paths are those of its folder, {path.parent}")
 
 
 def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:

@@ -331,8 +331,12 @@ def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_recip
     path, notices = write(GOOD.replace("org/data", "chat.jsonl")), []
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert recipe.load(path, notify=notices.append).data.train.path == str(tmp_path / "chat.jsonl")
-    assert notices == []
+    loaded = recipe.load(path, notify=notices.append)
+    assert loaded.data.train.path == str(tmp_path / "chat.jsonl")
+    assert loaded.run.output_dir == str(tmp_path / "runs/x")  # and not a run of this folder
+    assert loaded.model.name_or_path == "org/model"
+    assert notices == [f"{path}: its paths are those of its folder, {tmp_path}"]
+    notices.clear()
     Path("chat.jsonl").write_text("{}\n")
     assert recipe.load(path, notify=notices.append).data.train.path == "chat.jsonl"
     (notice,) = notices

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from research.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast, lowest_cosine
+from research.contrast import LOWEST_COSINE_OF_THE_SIGMOID, contrast
 from research.recorded import recorded_spectra
 from tests.support.run_folders import finished_run
 from tests.support.spectra import singular_vectors
@@ -26,21 +26,6 @@ def test_no_temperature_takes_the_sigmoid_further_from_muon_than_the_theorem_all
     found = contrast(sigma, torch.sigmoid(sigma / temperature))
     assert LOWEST_COSINE_OF_THE_SIGMOID - 1e-12 <= found.to_muon <= 1 + 1e-12
     assert found.ratio <= 2
-
-
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=40))
-def test_the_bound_holds_for_any_values_of_an_interval(values):
-    values = torch.tensor(values, dtype=torch.float64)
-    found = contrast(torch.ones_like(values), values)
-    assert found.to_muon >= lowest_cosine(values.min().item(), values.max().item()) - 1e-12
-
-
-@pytest.mark.parametrize("least", [0.5, 0.1])
-def test_the_bound_is_reached(least):
-    # a share p of the modes at 1, the others at `least`, with p = least / (1 + least): the case of equality
-    numerator, denominator = (1, 3) if least == 0.5 else (1, 11)
-    values = torch.tensor([1.0] * numerator + [least] * (denominator - numerator))
-    assert contrast(values, values).to_muon == pytest.approx(lowest_cosine(least, 1.0), abs=1e-7)
 
 
 def test_the_numbers_are_those_of_the_matrices():

@@ -5,7 +5,7 @@ import pytest
 from research.bound import largest_error
 from research.formula import parse
 from research.studies import minimax_polynomials as polynomials
-from soren_align.spectral.coefficients import NORM_LIMIT, SIGN, TANH, TANH_LIMIT, TANH_SLOPE, TOP
+from soren_align.spectral.coefficients import SIGN, TANH, TANH_LIMIT, TOP
 from soren_align.spectral.composition import Composition
 
 pytestmark = pytest.mark.rest
@@ -38,11 +38,3 @@ def test_the_steps_of_the_tanh_are_within_their_error_rise_and_are_as_good_as_th
     fitted = np.linspace(0, polynomials.TANH_FIT_LIMIT, 3001)
     assert np.abs(polynomials.tanh_errors(TANH, fitted)).max() == pytest.approx(error, rel=0.01)
     assert (np.diff(polynomials.values_of(steps, x)) > 0).all()
-
-
-def test_the_line_of_the_tanh_is_the_best_one():
-    slope, error = polynomials.best_tanh_slope()
-    assert pytest.approx(slope, abs=5e-5) == TANH_SLOPE
-    x = np.linspace(0, NORM_LIMIT, 100_001)
-    shipped = np.abs((0.5 + TANH_SLOPE * x) * (1 + np.exp(-x)) - 1).max()
-    assert error <= shipped <= 0.0074

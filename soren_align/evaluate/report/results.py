@@ -45,8 +45,17 @@ class Score(Value):
     """Questions; an average has none."""
     chance: NotRequired[float]
     """The accuracy of answers at random, of multiple choice."""
+    without_model: NotRequired["WithoutModel"]
+    """What a rule that reads no question scores, where this is more than chance."""
     also: NotRequired[dict[str, Value]]
     """Other scores of the same questions, by label."""
+
+
+class WithoutModel(TypedDict):
+    """A rule such as "always the longest answer", and its score in percent."""
+
+    rule: str
+    value: float
 
 
 class Interval(TypedDict):

@@ -130,6 +130,8 @@ def headline(results: Results) -> str:
             finding = ", too few to judge"
         elif after != before and differences[column]["p_holm"] >= 0.05:
             finding = ", no clear change"
+        if rule := score.get("without_model"):
+            finding += f"; {rule['rule']}, without a model: {rule['value'] * score['n'] / 100:.0f}"
         noun = "pairs" if column == "preference" else f"{column} questions"
         parts.append(f"{after} of {score['n']:,} {noun} ({first['name']}: {before}{finding})")
     return f"{own['name']} is right on {join_words(parts)}."

@@ -1,6 +1,7 @@
 """The scores of a column and their standard errors, from lm-eval's samples."""
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from math import isfinite
@@ -9,6 +10,7 @@ from typing import Any
 from lm_eval.api.group import Group
 
 from ...core.errors import UserError
+from ...core.figures import short
 from ...core.files import digest
 from ...core.silence import silence
 from ..suite.sandbox import rendering
@@ -47,6 +49,8 @@ def score_column(
         score["chance"] = 100 * statistics.fmean(
             chain(*normalize(shares, task.num_choices).values())
         )
+    if not isinstance(loaded, Group) and (rule := score_without_model(task, loaded, output)):
+        score["without_model"] = rule
     if task.num_choices and (isinstance(task.num_choices, int) or score["stderr"] == 0):
         # Wilson's interval of the accuracy: points that are not 0 or 1 have none.
         accuracy = score_points([*raw.values()], labels)
@@ -99,6 +103,49 @@ def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, 
             num_right = len({*sample["target"]}) if subtask.multiple_target else 1
             own.append(num_right / len(sample["arguments"]))
     return shares
+
+
+MIN_CONSTANT, MIN_GAIN = 0.2, 0.2
+"""The share of questions that one answer is right for, and the gain over chance of the longest or
+shortest choice, from which they are worth a word."""
+
+
+def score_without_model(
+    task: SuiteTask, loaded: Any, output: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the best rule that reads no question, and its score in percent; None if it has little.
+
+    Labels of which one is frequent, and pairs in which the preferred answer is the longer one, are
+    scored well by models that learned nothing else.
+    """
+    if loaded.config.process_results is not None or task.num_choices:
+        return None
+    samples = [
+        each for each in output["samples"][loaded.task_name] if each["filter"] == task.filter
+    ]
+    if loaded.OUTPUT_TYPE == "generate_until" and task.metric in ("exact_match", "answer_match"):
+        answers = Counter(each["target"] for each in samples if isinstance(each["target"], str))
+        answer, num = answers.most_common(1)[0] if answers else ("", 0)
+        if num > 1 and num >= MIN_CONSTANT * len(samples):
+            return {"rule": f"always {short(answer, 30)!r}", "value": 100 * num / len(samples)}
+    elif (
+        task.metric in ("acc", "acc_norm", "acc_bytes") and loaded.OUTPUT_TYPE == "multiple_choice"
+    ):
+        rights, chance = Counter[str](), 0.0
+        for each in samples:
+            choices = [choice.strip() for _, choice in each["arguments"]]
+            sizes, right = [*map(len, choices)], each["target"]
+            if isinstance(right, int) and 0 <= right < len(choices):
+                right = choices[right]
+            if not isinstance(right, str):
+                return None
+            chance += 1 / len(sizes)
+            for rule, size in (("longest", max(sizes)), ("shortest", min(sizes))):
+                rights[rule] += len(right.strip()) == size and sizes.count(size) == 1
+        (rule, num), *_ = rights.most_common(1) or [("", 0)]
+        if num - chance >= MIN_GAIN * len(samples):
+            return {"rule": f"always the {rule} answer", "value": 100 * num / len(samples)}
+    return None
 
 
 def cluster_labels(

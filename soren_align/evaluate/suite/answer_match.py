@@ -13,6 +13,7 @@ MAX_SHORT, MAX_AROUND = 5, 20
 """Words of a right answer that may be contained in a longer one, and the most words around it: an
 answer that lists everything contains the right one too."""
 NEGATIONS = {"no", "not", "never", "nicht", "kein", "keine", "nie", "pas", "non", "nunca", "niet"}
+PERCENT = {"percent", "prozent", "pourcent", "procent"}
 CURRENCIES = {"€": "eur", "euro": "eur", "euros": "eur", "$": "usd", "£": "gbp", "¥": "jpy"}
 PLAIN = str.maketrans("’−–—", "'---")
 _TOKEN = re.compile(r"(?:(?<!\w)-)?\d+(?:[.,']\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|\S")
@@ -67,7 +68,7 @@ def _with_numbers(words: list[str]) -> list[str]:
     """Return the words with each number in one form, and currencies as codes behind it."""
     result: list[str] = []
     for word in words:
-        word = CURRENCIES.get(word, word)
+        word = "%" if word in PERCENT else CURRENCIES.get(word, word)
         if match := _NUMBER.fullmatch(word):
             decimals = (match[3] or "").rstrip("0")
             word = re.sub(r"[^\d-]", "", match[1]) + (f".{decimals}" if decimals else "")
