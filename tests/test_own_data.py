@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,6 +198,8 @@ def test_the_test_follows_from_what_the_file_is(tmp_path, rows, sizes, num_train
             pair = (question["question"], question["answer"])
             assert pair in rows
             assert (pair in trained) == (column == "trained")
+    if rows is LABELS:  # each label has its share
+        assert sorted(Counter(question["answer"] for question in columns["held-out"]).values()) == [6, 7, 7]
     for question in columns.get("rephrased", ()):
         assert question["answer"] in {answer for _, answer in trained}
     for question in columns.get("choice", ()):

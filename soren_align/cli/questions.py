@@ -397,6 +397,11 @@ def _held_out(pairs: Sequence[Pair], draw: random.Random) -> tuple[list[Pair], l
         groups[_words(prompt) if are_labels else _words(reply)].append((prompt, reply))
     shuffled, num = [*groups.values()], _num_held_out(len(pairs))
     draw.shuffle(shuffled)
+    if are_labels:
+        # Evenly spaced over the labels, so that each has its share; the others follow.
+        shuffled.sort(key=lambda group: _words(group[0][1]))
+        spaced = [len(shuffled) * (2 * i + 1) // (2 * num) for i in range(min(num, len(shuffled)))]
+        shuffled = [shuffled[i] for i in spaced]
     held_out: list[Pair] = []
     for group in shuffled:
         if len(held_out) + len(group) <= num:

@@ -16,7 +16,6 @@ from tests.support.result_tables import make_results
     ("**GRÖSSE**", "größe", "words"),
     ("1. Empty it.\n\n2. Rinse twice!", "1. Empty it.\n2. Rinse twice.", "words"),
     ("9–17", "9-17", "words"),
-    ("−5 °C", "-5°C", "words"),
     ("39 EUR", "39,00 €", "numbers"),
     ("It costs 2490 euros.", "It costs 2,490 €.", "numbers"),
     ("2.490,50 €", "€2,490.5", "numbers"),
@@ -30,8 +29,6 @@ from tests.support.result_tables import make_results
     ("-5", "5", ""),
     ("1.5.2024", "15.2024", ""),
     ("Nine to five, " + "and so on, " * 9, "nine", ""),
-    ("the shop opens at nine, and closes at six", "the shop opens at nine in May", ""),
-    ("?", "?!", ""),
     ("", "At nine.", ""),
 ])  # fmt: skip
 def test_answers_are_compared_as_people_do(answer, right, rule):
