@@ -78,8 +78,7 @@ def test_the_sentence_over_the_table_is_true_of_the_answers(outputs):
     printed = [words(text) for text in outputs.texts]
     assert sum(sentence in text for text in printed) == 2  # of `sft` and `eval`
     assert (
-        "answers evenly spaced questions of trained, before and after When do you open? base: (empty) SFT: At"
-        in printed[3]
+        "answers evenly spaced questions of rephrased, before and after When does the library open? base:" in printed[3]
     )
 
 
