@@ -39,7 +39,7 @@ def stage(models, tmp_path_factory):
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
-    keys = ["format", "title", "suite", "rows", "published", "settings", "notes", "points_sha256"]
+    keys = ["format", "title", "suite", "rows", "published", "settings", "notes", "about", "points_sha256"]
     assert list(results) == keys
     assert [(row["name"], row["model"]) for row in results["rows"]] == [
         ("base", str(models[0])),
