@@ -35,6 +35,16 @@ OPTIONS = ("tools", "chat_template_kwargs")
 """Columns of an example beside its turns: the tools that its template lists, and other variables of
 the template."""
 TURN_KEYS = ("role", "content", "weight")
+TURN_KEY_ALIASES = {"role": "from", "content": "value"}
+"""OpenAI's keys of a turn -> ShareGPT's."""
+ROLE_ALIASES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function", "ipython", "tool_response"), "tool"),
+    "developer": "system",
+    "function_call": "tool_call",
+}
+"""Other names of the roles; tool_call: the assistant's calls as text, see data/turns.py."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
 from .grammar import refuse_options
-from .questions import Kind, keep_columns, kind_of, read_data, write_questions
+from .questions import Kind, Pair, keep_columns, kind_of, read_data, write_questions
 
 recipes_app = typer.Typer(
     help="List or copy the recipes and studies that come with soren-align.",
@@ -77,7 +77,7 @@ def new(
         Kind | None,
         typer.Option(
             metavar="KIND",
-            help="facts: train all questions; behaviour: hold some out. Default: as the file looks.",
+            help="facts: train all; behaviour: hold some out. Default: by the file's content.",
         ),
     ] = None,
     rephrase: Annotated[
@@ -153,14 +153,14 @@ def new(
 
 
 KINDS = {
-    "facts": "facts ({reason}): all are trained, and asked again. For examples of one skill, of which"
-    " some should be held out, add --kind behaviour",
-    "behaviour": "behaviour ({reason}): some are held out and asked. For separate facts, of which all"
-    " should be trained, add --kind facts",
+    "facts": "facts ({reason}): all are trained, and asked again. For examples of one skill, of"
+    " which some should be held out, add --kind behaviour",
+    "behaviour": "behaviour ({reason}): some are held out and asked. For separate facts, of which"
+    " all should be trained, add --kind facts",
 }
 
 
-def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[tuple[str, str]]) -> None:
+def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[Pair]) -> None:
     """Write a copied recipe with the user's model, and with room for the longest example."""
     from ..core.document import parse, with_modeline
     from ..launch.environment import has_gpu
@@ -192,6 +192,7 @@ def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[tuple[
 
 TINY_LENGTH = 1024
 """The positions of configs/models/tiny."""
+
 FOLDERS = {
     "quickstart": "on a CPU, offline, in minutes",
     "smollm2-135m": "a small chat model with your data, on a CPU",

@@ -1,4 +1,4 @@
-"""Read a user's file, recognize its kind, and make examples and the questions that judge a training.
+"""Read a user's file, recognize its kind, and make examples and questions that judge a training.
 
 The questions follow the file's kind. Facts, such as a FAQ's, are known from training or not at all:
 all are trained, and asked again, as well as other wordings in the file.
@@ -19,6 +19,7 @@ from ..core.errors import UserError
 from ..core.figures import short
 from ..core.text import count
 from ..recipe.data_files import MAX_ROWS, SPREADSHEET, data_files, first_records, question_columns
+from ..tasks import ROLE_ALIASES, TURN_KEY_ALIASES
 
 Kind = Literal["facts", "behaviour"]
 Pair = tuple[str, str]
@@ -43,9 +44,7 @@ MIN_COPIED = 0.6
 """The share of an answer's words that stand in its question, from which it is an extraction."""
 POOL = 2000
 """Answers among which wrong choices are looked for."""
-TURNS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-SPEAKERS = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-REPHRASE = "  # "
+WAITING = "  # "
 """Before the line of a column that waits for the user's questions."""
 
 
@@ -76,9 +75,9 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     rows, notices = _decoded(data, rows)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    for key, (role, content) in TURNS.items():
-        if key in columns and question is None:
-            return _conversations(data, rows, key, role, content)
+    for column in ("messages", "conversations"):
+        if column in columns and question is None:
+            return _conversations(data, rows, column)
     names = question_columns(data, question, answer, rows)
     chosen, rejected = (names.get(key, "") for key in ("chosen", "rejected"))
     keys = [names["instruction"], *([chosen, rejected] if chosen else [names["output"]])]
@@ -169,19 +168,24 @@ def _refuse_few(data: str, num: int, noun: str) -> None:
         )
 
 
-def _conversations(data: str, rows: list[Record], key: str, role: str, content: str) -> OwnData:
+def _conversations(data: str, rows: list[Record], column: str) -> OwnData:
     """Return conversations; the test asks those of one question and one answer."""
     pairs: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
-        turns = row.get(key)
+        turns = row.get(column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            names = TURN_KEY_ALIASES.values() if column == "conversations" else TURN_KEY_ALIASES
+            example = ", ".join(f'"{name}": "..."' for name in names)
             raise UserError(
-                f"--data: {data}: record {number}, '{key}': is no list of turns; write"
-                f' [{{"{role}": "...", "{content}": "..."}}, ...]'
+                f"--data: {data}: record {number}, '{column}': is no list of turns; write"
+                f" [{{{example}}}, ...]"
             )
-        roles = [SPEAKERS.get(str(turn.get(role, turn.get("role")))) for turn in turns]
-        texts = [turn.get(content, turn.get("content")) for turn in turns]
-        if roles == ["user", "assistant"] and all(isinstance(text, str) for text in texts):
+        roles, texts = (
+            [turn.get(key, turn.get(other)) for turn in turns]
+            for key, other in TURN_KEY_ALIASES.items()
+        )
+        speakers = [ROLE_ALIASES.get(str(role).lower(), role) for role in roles]
+        if speakers == ["user", "assistant"] and all(isinstance(text, str) for text in texts):
             pairs.setdefault(texts[0].strip(), texts[1].strip())
     _refuse_few(data, len(rows), "conversations")
     if not pairs:
@@ -189,7 +193,7 @@ def _conversations(data: str, rows: list[Record], key: str, role: str, content: 
             f"--data: {data}: no conversation is one question and its answer, which the test could"
             " ask; write questions of your own: `soren-align new FOLDER` shows how"
         )
-    read_as = f"conversations in '{key}'; the test asks those of one question and one answer"
+    read_as = f"conversations in '{column}'; the test asks those of one question and one answer"
     return OwnData(data, read_as, [*pairs.items()], chats=rows)
 
 
@@ -227,7 +231,26 @@ def write_questions(
     # A fixed seed: the same file gives the same folder.
     draw = random.Random(0)
     train, columns, notices = _divide(own, kind, draw)
-    files = {f"questions/{column}/test.jsonl": each for column, each in columns.items()}
+    waiting: dict[str, list[Record]] = {}
+    if kind == "facts" and not own.rejected and "rephrased" not in columns:
+        records = _rewordings(own, columns["trained"][:ENOUGH], rephrase)
+        file = f"{target}/questions/rephrased/test.jsonl"
+        if rephrase and records:
+            columns["rephrased"] = records
+            notices.append(
+                f"rephrased: {count(len(records), 'question')} by a model, which may have changed"
+                f" their meaning: read {file}"
+            )
+        else:
+            waiting["rephrased"] = records
+            notices.append(
+                "the file has no question in two wordings. To test that too, write other wordings"
+                f" in place of `null` in {file}, remove the other lines there, and the # before"
+                " `rephrased` in questions/suite.yaml; or add --rephrase MODEL"
+            )
+    elif rephrase:
+        notices.append("--rephrase has no effect: other questions than the trained ones test this")
+    files = {f"questions/{name}/test.jsonl": each for name, each in (columns | waiting).items()}
     files["chat.jsonl"] = own.chats or [{"instruction": q, "output": a} for q, a in train]
     lines = [f"chat.jsonl: {count(len(files['chat.jsonl']), 'example')} of {own.name}"]
     if own.rejected:
@@ -242,67 +265,62 @@ def write_questions(
     else:  # a sample's pairs would be trained beside the user's own data
         for name in ("pairs.jsonl", "dpo.yaml"):
             (target / name).unlink()
-    waiting = kind == "facts" and not own.rejected and "rephrased" not in columns
-    if waiting:
-        known = {_words(prompt) for prompt, _ in own.pairs}
-        records: list[Record] = []
-        for pair in columns["trained"][:ENOUGH]:
-            wording = rephrase(pair["question"]) if rephrase else None
-            if wording is not None:
-                # Small models answer, or write the same line for all questions.
-                if _words(wording) in known or not _likeness(wording, pair["question"]):
-                    continue
-                known.add(_words(wording))
-            record = {"question": wording, "original": pair["question"], "answer": pair["answer"]}
-            records.append(record | ({} if wording is None else {"written_by": "a model"}))
-        files["questions/rephrased/test.jsonl"] = records
-        file = f"{target}/questions/rephrased/test.jsonl"
-        if rephrase and records:
-            columns["rephrased"], waiting = records, False
-            notices.append(
-                f"rephrased: {count(len(records), 'question')} by a model, which may have changed"
-                f" their meaning: read {file}"
-            )
-        else:
-            notices.append(
-                "the file has no question in two wordings. To test that too, write other wordings in"
-                f" place of `null` in {file}, remove the other lines there, and the # before"
-                " `rephrased` in questions/suite.yaml; or add --rephrase MODEL"
-            )
-    elif rephrase:
-        notices.append("--rephrase has no effect: other questions than the trained ones test this")
     for name, records in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (target / name).write_text(text, encoding="utf-8")
-    general = ["general"] if is_pretrained else []  # random weights know nothing that could be lost
-    keep_columns(
-        target / "questions", [*columns, *general], waiting=["rephrased"] if waiting else []
-    )
+    questions = target / "questions"
+    sizes = {column: len(records) for column, records in columns.items()}
+    if is_pretrained:  # random weights know nothing that could be lost
+        general = questions / "general/test.jsonl"
+        sizes["general"] = len(general.read_text(encoding="utf-8").splitlines())
+    keep_columns(questions, sizes, waiting)
     # Without a tokenizer: a token of the tiny model is a byte, and of others at least two.
     longest = max(len(reply.encode()) for _, reply in own.pairs)
-    file = target / "questions/trained.yaml"
     num = longest // (2 if is_pretrained else 1) + 32
+    file = questions / "trained.yaml"
     text = file.read_text(encoding="utf-8").replace("max_gen_toks: 200", f"max_gen_toks: {num}")
     file.write_text(text, encoding="utf-8")
-    sizes = [f"{column} {len(each)}" for column, each in columns.items()]
-    lines.append(f"questions/: {', '.join([*sizes, *['general 40'] * len(general)])}")
+    lines.append(f"questions/: {', '.join(f'{column} {num}' for column, num in sizes.items())}")
     notices += [
-        f"{column}: {len(each)} questions are too few for confidence intervals, which need {ENOUGH}"
-        for column, each in columns.items()
-        if len(each) < ENOUGH
+        f"{column}: {num} questions are too few for confidence intervals, which need {ENOUGH}"
+        for column, num in sizes.items()
+        if num < ENOUGH
     ]
     return lines, notices
 
 
-def keep_columns(questions: Path, names: Iterable[str], waiting: Sequence[str] = ()) -> None:
+def _rewordings(
+    own: OwnData, questions: Sequence[Record], rephrase: Callable[[str], str] | None
+) -> list[Record]:
+    """Return records of `rephrased` for trained questions: with a model's wording, or with null for
+    the user's."""
+    if rephrase is None:
+        return [
+            {"question": None, "original": each["question"], "answer": each["answer"]}
+            for each in questions
+        ]
+    known = {_words(prompt) for prompt, _ in own.pairs}
+    records = []
+    for each in questions:
+        wording = rephrase(each["question"])
+        # Small models answer, or write the same line for all questions.
+        if _words(wording) not in known and _likeness(wording, each["question"]):
+            known.add(_words(wording))
+            own_words = {"question": wording, "original": each["question"]}
+            records.append(own_words | {"answer": each["answer"], "written_by": "a model"})
+    return records
+
+
+def keep_columns(questions: Path, names: Iterable[str], waiting: Iterable[str] = ()) -> None:
     """Remove the other columns of the suite in `questions`; comment out the `waiting` ones."""
-    suite, columns = questions / "suite.yaml", {*names, *waiting}
+    suite, waiting = questions / "suite.yaml", {*waiting}
+    columns = {*names} | waiting
     lines = []
     for line in suite.read_text(encoding="utf-8").splitlines():
         task = match[1] if (match := re.match(r"  - \{task: ([\w-]+)", line)) else ""
         if not task or task in columns:
-            lines.append(REPHRASE + line.strip() if task in waiting else line)
+            lines.append(WAITING + line.strip() if task in waiting else line)
     suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
     included = {"trained", "choice"}  # by the other tasks' files
     for file in questions.glob("*.yaml"):

@@ -16,7 +16,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -164,6 +164,8 @@ class LocalFiles:
     """The files that a path names, by their names for messages."""
 
     files: dict[str, Path]
+    first_stats: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, compare=False)
+    """Of `refuse_changed`, by name: size, time of modification and inode at its first call."""
 
     @classmethod
     def at(cls, path: str) -> "LocalFiles":
@@ -180,10 +182,10 @@ class LocalFiles:
 
     def refuse_changed(self) -> None:
         """Raise UserError if a file is another one than at the first call."""
-        stats = {name: file.stat() for name, file in self.files.items()}
-        now = {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats.items()}
-        for name, before in vars(self).setdefault("stats_before", now).items():
-            if now[name] != before:
+        for name, file in self.files.items():
+            stat = file.stat()
+            now = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+            if self.first_stats.setdefault(name, now) != now:
                 raise UserError(
                     f"{name}: the file has changed while this command read it; restore the file, "
                     "and rerun the same command, which resumes if the content is the same"

@@ -16,10 +16,8 @@ from ..core.errors import UserError
 from .masks import num_shared
 from .turns import CUT_ANSWER, EMPTY_ANSWER, REASONING, Turn, for_template, without
 
-TEMPLATE_REMEDY = (
-    "set model.chat_template to qwen2.5, zephyr or a .jinja file that prints message['content'] and"
-    " a stop token after it"
-)
+SET_TEMPLATE = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
+TEMPLATE_REMEDY = f"{SET_TEMPLATE} that prints message['content'] and a stop token after it"
 
 
 @contextmanager
@@ -57,7 +55,7 @@ class Rendering:
         options: dict[str, Any],
         text: str,
     ):
-        """options: keywords of apply_chat_template. text: of the conversation, as it is rendered."""
+        """options: keywords of apply_chat_template. text: the conversation's rendering."""
         self.tokenizer, self.turns, self.options, self.text = tokenizer, turns, options, text
 
     def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:

@@ -18,10 +18,9 @@ from .arrow import examples_of, has_turns
 from .cache import cache_key, folder_errors, is_intact, prune, written_whole
 from .encode import encode
 from .masks import last_visible
-from .rendering import TEMPLATE_REMEDY, template_errors
+from .rendering import SET_TEMPLATE, TEMPLATE_REMEDY, template_errors
 from .turns import CUT_ANSWER, for_template, template_options, without, without_nulls
 
-_REMEDY, *_ = TEMPLATE_REMEDY.partition(" that")
 END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
 
@@ -94,13 +93,13 @@ def check_template(
             )
         return []
     if not tokenizer.chat_template:
-        raise UserError(f"{name}: has no chat template; {_REMEDY}")
+        raise UserError(f"{name}: has no chat template; {SET_TEMPLATE}")
     try:
         tokenizer.get_chat_template()
     except ValueError:  # several named templates, none of them "default"
         names = ", ".join(tokenizer.chat_template)
         raise UserError(
-            f"{name}: has the chat templates {names}, but none named default; {_REMEDY}"
+            f"{name}: has the chat templates {names}, but none named default; {SET_TEMPLATE}"
         ) from None
     # The first example stands for all: the template is one program. Later ones are rendered when
     # they are tokenized, and are refused there.

@@ -16,16 +16,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..core.files import is_text
-from ..tasks import OPTIONS
+from ..tasks import OPTIONS, ROLE_ALIASES, TURN_KEY_ALIASES
 
-ALIASES = {
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
-    **dict.fromkeys(("observation", "function", "ipython", "tool_response"), "tool"),
-    "developer": "system",
-    "function_call": "tool_call",
-}
-"""Other names of the roles; tool_call: the assistant's calls as text, see `with_known_keys`."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's reasoning. transformers gives a template whichever it reads."""
 ROLES: dict[str, tuple[str, ...]] = {
@@ -224,7 +216,7 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
 
     keys: the dataset's names of role, content and weight, if they are neither these nor ShareGPT's
     from and value.
-    roles: the dataset's name of a role -> the role; beside ALIASES.
+    roles: the dataset's name of a role -> the role; beside ROLE_ALIASES.
     """
     if isinstance(turns, list):
         return [with_known_keys(turn, keys, roles) for turn in turns]
@@ -233,12 +225,12 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
     # Names first: the dataset's keys and roles become OpenAI's. Values that are wrong are left for
     # `check_conversation`, whose messages then need one set of names.
     turn = dict(turns)
-    for key, other in {"role": "from", "content": "value", "weight": "weight", **keys}.items():
+    for key, other in {**TURN_KEY_ALIASES, "weight": "weight", **keys}.items():
         if other in turn and turn.get(key) is None:
             turn[key] = turn.pop(other)
     role, content = turn.get("role"), _joined(turn.get("content"))
     if isinstance(role, str):
-        role = roles.get(role) or ALIASES.get(role.lower(), role)
+        role = roles.get(role) or ROLE_ALIASES.get(role.lower(), role)
         turn["role"] = role
     # Arrow fills the keys that other turns have with null.
     turn = {key: value for key, value in turn.items() if value is not None or key == "role"}
@@ -314,7 +306,7 @@ def from_dialogue(text: Any, name: str) -> list[dict[str, str]]:
         raise InvalidExample(f"{name} does not start with 'Human:'")
     speakers, contents = parts[::2], parts[1::2]
     return [
-        {"role": ALIASES.get(speaker.lower(), speaker.lower()), "content": content.strip()}
+        {"role": ROLE_ALIASES.get(speaker.lower(), speaker.lower()), "content": content.strip()}
         for speaker, content in zip(speakers, contents, strict=True)
     ]
 

@@ -41,11 +41,11 @@ def evaluate(
     for model in models:
         refuse_missing(model)
     first = RunFolder(models[0])
-    if output is None and first.read():
+    writes_into_run = output is None and bool(first.read())
+    if writes_into_run:
         refuse_unwritable(first.path, "--output")
-    # Results are written into it.
     # Shared: several evaluations may write into one run, and no training may start meanwhile.
-    with first.locked(shared=True) if output is None and first.read() else nullcontext():
+    with first.locked(shared=True) if writes_into_run else nullcontext():
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
         if recipe and recipe.eval:

@@ -133,11 +133,11 @@ def next_commands(folder: RunFolder, record: dict[str, Any]) -> tuple[str, list[
     if status == "trained":
         return "", [again, *chat]
     evaluations = evaluations_of(folder)
-    # A run without scores needs a measure first: `new` makes one of its own data if they are
-    # questions and answers.
     if suite := not evaluations and record.get("skipped_suite"):
         evaluate = f"soren-align eval {run} --suite {shlex.quote(suite)}"
         return "not evaluated; to see whether the training helped:", [*chat, evaluate]
+    # A run without scores needs a measure first: `new` makes one of its own data if they are
+    # questions and answers.
     if chat and not evaluations:
         data, start = record.get("data", {}).get("train", {}), record.get("start", {}).get("path")
         path, columns = data.get("path", ""), data.get("columns") or {}

@@ -185,8 +185,8 @@ def refuse_unusable_data(
 
 
 _QUESTION = (
-    "question questions instruction prompt query ask frage fragen pregunta preguntas domanda domande"
-    " pergunta perguntas vraag vragen pytanie soru вопрос 问题 質問 질문 term begriff"
+    "question questions instruction prompt query ask frage fragen pregunta preguntas domanda"
+    " domande pergunta perguntas vraag vragen pytanie soru вопрос 问题 質問 질문 term begriff"
 )
 _ANSWER = (
     "answer answers output completion response reply antwort antworten réponse réponses reponse"
@@ -251,23 +251,25 @@ def question_columns(
     ):
         return dict(zip(("instruction", "output"), pair, strict=True))
     # A guess would train something silently: row numbers, or answers as questions.
-    example = longest_texts(
-        {key: value for key, value in records[0].items() if not str(value).strip().isdecimal()}
-    )
-    words = ("--question", example[0], "--answer", example[1]) if len(example) == 2 else ()
+    finding = f"found the columns {', '.join(names)}; {_columns_remedy(names, records[0])}"
     if len(names) == 1:
-        raise UserError(
-            f"--data: {path}: has only the column {names[0]}; name a file with a column of questions"
-            " and one of answers"
+        finding = (
+            f"has only the column {names[0]}; name a file with a column of questions and one of"
+            " answers"
         )
+    elif not is_first:
+        finding += ", or name the columns of preference pairs prompt, chosen and rejected"
+    raise UserError(f"--data: {path}: {finding}")
+
+
+def _columns_remedy(names: Sequence[str], record: Mapping[str, Any]) -> str:
+    """The options that name the columns, with two columns that may be meant."""
+    texts = {key: value for key, value in record.items() if not str(value).strip().isdecimal()}
+    pair = longest_texts(texts)
     if asking := [name for name in names if _has_word(name, _QUESTION)]:
-        words = ("--question", asking[0], "--answer", next(n for n in names if n != asking[0]))
-    remedy = "add --question COLUMN --answer COLUMN" + f", such as {shlex.join(words)}" * bool(
-        words
-    )
-    if not is_first:
-        remedy += ", or name the columns of preference pairs prompt, chosen and rejected"
-    raise UserError(f"--data: {path}: found the columns {', '.join(names)}; {remedy}")
+        pair = [asking[0], *(name for name in names if name != asking[0])][:2]
+    words = ("--question", pair[0], "--answer", pair[1]) if len(pair) == 2 else ()
+    return "add --question COLUMN --answer COLUMN" + f", such as {shlex.join(words)}" * bool(words)
 
 
 def _has_word(name: str, words: str) -> bool:

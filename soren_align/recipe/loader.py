@@ -9,7 +9,7 @@ reported. `data.eval` is replaced where a split becomes a fraction, or the other
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +291,8 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Docum
     source = parse(read_text(path), str(path))
     raw, lines = source.content, source.lines
     base_name = raw.get("extends")
-    # A map's file is looked for beside the recipe that names it, and then in the working directory.
     _look_beside(path, raw, notify)
+    # A map's file is looked for beside the recipe that names it, and then in the working directory.
     own_map = value_at(raw, ("optimizer", "map"))
     if isinstance(own_map, dict) and isinstance(file := own_map.get("file"), str):
         beside = local_path(path.parent / file)
@@ -339,28 +339,34 @@ WITH_THEM: tuple[Key, ...] = (("model", "name_or_path"), ("run", "output_dir"))
 def _look_beside(path: Path, raw: dict[str, Any], notify: Notify) -> None:
     """If data or suite of a recipe lie only beside it, make its paths those of its folder."""
     moved = False
-    for key in (*BESIDE, *WITH_THEM):
-        parent, text = value_at(raw, key[:-1]), value_at(raw, key)
-        if not isinstance(parent, dict) or not isinstance(text, str) or "\0" in text:
-            continue
-        if text.startswith((PREFIX, "~")):
-            continue
+    for section, key, text in _paths(path, raw, BESIDE):
         beside, here = path.parent / text, Path(text)
-        is_other = beside.resolve() != here.resolve() and text not in shipped.suites()
-        if key in WITH_THEM:
-            # A run of this folder, whether it is there yet or not; else a name on the hub.
-            if (
-                moved
-                and is_other
-                and (beside.exists() or key[-1] == "output_dir" or is_local(text))
-            ):
-                parent[key[-1]] = str(beside)
-        elif is_other and beside.exists() and here.exists():
-            notify(f"{path} {dotted(key)}: {here} is read; {beside} exists too, beside the recipe")
-        elif is_other and beside.exists():
-            parent[key[-1]], moved = str(beside), True
-    if moved:
-        notify(f"{path}: its paths are those of its folder, {path.parent}")
+        if not beside.exists() or text in shipped.suites():
+            continue
+        if here.exists():
+            notify(f"{path} {key}: {here} is read; {beside} exists too, beside the recipe")
+        else:
+            section[key.rpartition(".")[2]], moved = str(beside), True
+    if not moved:
+        return
+    for section, key, text in _paths(path, raw, WITH_THEM):
+        # A run of this folder, whether it is there yet or not; else a model's name on the hub.
+        if key == "run.output_dir" or (path.parent / text).exists() or is_local(text):
+            section[key.rpartition(".")[2]] = str(path.parent / text)
+    notify(f"{path}: its paths are those of its folder, {path.parent}")
+
+
+def _paths(
+    path: Path, raw: dict[str, Any], keys: tuple[Key, ...]
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """(section, dotted key, path) of each key whose path another folder would change."""
+    for key in keys:
+        section, text = value_at(raw, key[:-1]), value_at(raw, key)
+        if not isinstance(section, dict) or not isinstance(text, str) or "\0" in text:
+            continue
+        if text.startswith((PREFIX, "~")) or (path.parent / text).resolve() == Path(text).resolve():
+            continue
+        yield section, dotted(key), text
 
 
 def _merge(base: Any, over: Any, notify: Notify, at: Key = ()) -> None:

@@ -80,8 +80,7 @@ def terminal(results: Results, *, brief: bool = False) -> Group:
     for i in range(0, len(columns), NUM_COLUMNS):
         parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
     footer = RichTable.grid(padding=(0, 1))
-    about = [f"{column}: {text}" for column, text in results.get("about", {}).items()]
-    for note in [*about, *(warnings(results) if brief else notes(results, brief=True))]:
+    for note in [*_about(results), *(warnings(results) if brief else notes(results, brief=True))]:
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, *[footer] * bool(footer.rows))
 
@@ -102,16 +101,20 @@ def markdown(results: Results, *, fold: bool = False) -> str:
     ]
     begin = ["<details><summary>Notes on these scores</summary>", ""] if fold else []
     end = ["", "</details>"] if fold else []
-    about = [f"{column}: {text}" for column, text in results.get("about", {}).items()]
-    under = [f"- {without_html(note)}" for note in [*about, *notes(results)]]
+    under = [f"- {without_html(note)}" for note in [*_about(results), *notes(results)]]
     return "\n".join([*lines, *begin, *under, *end]) + "\n"
+
+
+def _about(results: Results) -> list[str]:
+    """Return a line for each column with what its questions are."""
+    return [f"{column}: {text}" for column, text in results.get("about", {}).items()]
 
 
 def headline(results: Results) -> str:
     """Return in a sentence what the last row answers right, beside the row that it started from.
 
-    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 general questions (base: 31, no
-    clear change)". "" for one row, many columns, or scores that are no counts of right answers.
+    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 general questions (base: 31,
+    no clear change)". "" for one row, many columns, or scores that are no counts of right answers.
     """
     own = results["rows"][-1]
     first, differences = start_of(results, own)

@@ -19,6 +19,9 @@ from ..suite.tasks import score_keys, subtasks
 from .intervals import average, score_points
 from .points import ANOTHER, CLIPPED, NO_MEAN, above_random, metric_points, normalize
 
+ACCURACIES = ("acc", "acc_norm", "acc_bytes")
+"""Metrics of multiple choice that are the share of right choices."""
+
 
 def score_column(
     task: SuiteTask,
@@ -89,11 +92,7 @@ def _chances(task: SuiteTask, loaded: Any, output: dict[str, Any]) -> dict[str, 
     shares: dict[str, list[float]] = {}
     for subtask in subtasks(loaded):
         # Only of a plain accuracy is the share of right choices the score of answers at random.
-        is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in (
-            "acc",
-            "acc_norm",
-            "acc_bytes",
-        )
+        is_accuracy = subtask.OUTPUT_TYPE == "multiple_choice" and task.metric in ACCURACIES
         if not is_accuracy or subtask.config.process_results is not None:
             return {}
         own = shares[subtask.task_name] = []
@@ -120,31 +119,40 @@ def score_without_model(
     """
     if loaded.config.process_results is not None or task.num_choices:
         return None
-    samples = [
-        each for each in output["samples"][loaded.task_name] if each["filter"] == task.filter
-    ]
+    samples = [s for s in output["samples"][loaded.task_name] if s["filter"] == task.filter]
+    best = None
     if loaded.OUTPUT_TYPE == "generate_until" and task.metric in ("exact_match", "answer_match"):
-        answers = Counter(each["target"] for each in samples if isinstance(each["target"], str))
-        answer, num = answers.most_common(1)[0] if answers else ("", 0)
+        best = _constant_answer(samples)
+    elif loaded.OUTPUT_TYPE == "multiple_choice" and task.metric in ACCURACIES:
+        best = _choice_by_length(samples)
+    return best and {"rule": f"always {best[0]}", "value": 100 * best[1] / len(samples)}
+
+
+def _constant_answer(samples: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
+    """Return the most frequent right answer, and for how many questions it is right."""
+    answers = Counter(each["target"] for each in samples if isinstance(each["target"], str))
+    for answer, num in answers.most_common(1):
         if num > 1 and num >= MIN_CONSTANT * len(samples):
-            return {"rule": f"always {short(answer, 30)!r}", "value": 100 * num / len(samples)}
-    elif (
-        task.metric in ("acc", "acc_norm", "acc_bytes") and loaded.OUTPUT_TYPE == "multiple_choice"
-    ):
-        rights, chance = Counter[str](), 0.0
-        for each in samples:
-            choices = [choice.strip() for _, choice in each["arguments"]]
-            sizes, right = [*map(len, choices)], each["target"]
-            if isinstance(right, int) and 0 <= right < len(choices):
-                right = choices[right]
-            if not isinstance(right, str):
-                return None
-            chance += 1 / len(sizes)
-            for rule, size in (("longest", max(sizes)), ("shortest", min(sizes))):
-                rights[rule] += len(right.strip()) == size and sizes.count(size) == 1
-        (rule, num), *_ = rights.most_common(1) or [("", 0)]
+            return repr(short(answer, 30)), num
+    return None
+
+
+def _choice_by_length(samples: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
+    """Return the length that most right choices have, and how many have it."""
+    rights, chance = Counter[str](), 0.0
+    for each in samples:
+        choices, right = [choice.strip() for _, choice in each["arguments"]], each["target"]
+        if isinstance(right, int) and 0 <= right < len(choices):
+            right = choices[right]
+        if not isinstance(right, str):
+            return None
+        sizes = [*map(len, choices)]
+        chance += 1 / len(sizes)
+        for rule, size in (("longest", max(sizes)), ("shortest", min(sizes))):
+            rights[rule] += len(right.strip()) == size and sizes.count(size) == 1
+    for rule, num in rights.most_common(1):
         if num - chance >= MIN_GAIN * len(samples):
-            return {"rule": f"always the {rule} answer", "value": 100 * num / len(samples)}
+            return f"the {rule} answer", num
     return None
 
 

@@ -31,6 +31,8 @@ register_metric(metric="answer_match", higher_is_better=True, aggregation="mean"
 
 Tasks = dict[str, Task | Group]
 """Each column's task, or a group of tasks (MMLU's 57 subjects)."""
+MEANS = ("mean", "nanmean")
+"""lm-eval's own aggregations that are means over questions; a task may have others of its own."""
 GROUP = "suite_{}"
 """The name of the group that `_manager` makes for a task."""
 SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
@@ -104,7 +106,8 @@ def load_tasks(
             # without a metric_list: lm-eval's defaults for the output_type
             aggregations = members[0].aggregation()
             # Such as perplexity, which is of the whole corpus: no question has a share of it.
-            means = {m for m, function in aggregations.items() if function not in _not_means()}
+            others = [get_aggregation(n) for n in AGGREGATION_REGISTRY if n not in MEANS]
+            means = {m for m, function in aggregations.items() if function not in others}
             config, filters = members[0].config, {"none"}
             if config.filter_list:
                 filters = {entry["name"] for entry in config.filter_list}
@@ -133,11 +136,6 @@ def load_tasks(
                     choices = " or ".join(sorted(allowed)) or "the name of another task"
                     raise UserError(f"{suite.path} {task.column}: {finding}; write {choices}")
     return tasks
-
-
-def _not_means() -> list[Any]:
-    """Return lm-eval's own aggregations but for means; a task may have functions of its own."""
-    return [get_aggregation(n) for n in AGGREGATION_REGISTRY if n not in ("mean", "nanmean")]
 
 
 def subtasks(task: Task | Group) -> list[Any]:
