@@ -256,7 +256,7 @@ def test_new_names_what_it_leaves_out(tmp_path):
     suite = tmp_path / "mine/questions/suite.yaml"
     suite.write_text(suite.read_text().replace("  # - {task: rephrased", "  - {task: rephrased"))
     with pytest.raises(UserError, match=r"rephrased/test.jsonl:1: the question has no 'question'"):
-        load_tasks(load_suite(suite), tmp_path / "cache")
+        load_tasks(load_suite(suite))
 
 
 def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):

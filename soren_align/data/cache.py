@@ -136,7 +136,11 @@ def verified_values(dataset: Dataset, key: str, is_first: bool) -> Iterator[None
     # TRL's own file name, computed as TRL does.
     file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, key))))
     digest = file.with_suffix(".json")
-    if file.exists() and not (digest.exists() and [read_json(digest)] == contents([file])):
+    try:
+        equal = not file.exists() or [read_json(digest)] == contents([file])
+    except (UserError, FileNotFoundError):  # a damaged digest, or none
+        equal = False
+    if not equal:
         print_labelled(stderr_console(), "notice", f"{file}: {CHANGED}; it is made again")
         file.unlink(missing_ok=True)
     yield

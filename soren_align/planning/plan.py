@@ -26,8 +26,10 @@ from ..recipe import (
     Recipe,
     accumulation,
     compute_dtype,
+    drops_last,
     few_steps,
     global_batch,
+    left_out,
     parallel,
     trains_adapter,
 )
@@ -87,7 +89,8 @@ def plan_training(
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     # Whether the evaluation after training could run: known now, not after hours.
     evaluation, more_notices, problems = _evaluation(recipe, inputs)
-    notices = _notices(recipe, inputs, args, few_steps(recipe, total, num_ranks), costs.failure)
+    told = (few_steps(recipe, total, num_ranks), left_out(recipe, inputs.num_sequences, num_ranks))
+    notices = [*filter(None, told), *_notices(recipe, inputs, args, costs.failure)]
     plan = {
         "task": recipe.task,
         "model": {
@@ -125,9 +128,9 @@ def _schedule(
     batch_size, _ = global_batch(recipe, num_ranks)
     accumulated, per_epoch, total = accumulation(recipe, num_ranks), None, args.max_steps
     if not recipe.data.streaming:
-        per_epoch = steps_per_epoch(
-            num_sequences, args.per_device_train_batch_size, accumulated, num_ranks
-        )
+        per_device = args.per_device_train_batch_size
+        drops = drops_last(recipe, num_ranks)
+        per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks, drops)
         total = total if total > 0 else math.ceil(args.num_train_epochs * per_epoch)
     num_warmup_steps = args.get_warmup_steps(total)
 
@@ -165,17 +168,18 @@ def _schedule(
     return steps, rates
 
 
-def steps_per_epoch(num_examples: int, per_device: int, accumulation: int, num_ranks: int) -> int:
+def steps_per_epoch(
+    num_examples: int, per_device: int, accumulation: int, num_ranks: int, drops_last: bool = False
+) -> int:
     """Optimizer steps, as transformers counts them: the last, smaller batches of an epoch still
     make a step.
 
-    accelerate assigns whole micro-batches to the ranks, and completes the last round with the first
-    examples.
+    accelerate assigns whole micro-batches to the ranks. Its last round is completed, or with
+    drops_last left out.
     """
-    # Rounded up twice: an incomplete micro-batch is one, and so is an incomplete round of the
-    # ranks.
-    batches = math.ceil(math.ceil(num_examples / per_device) / num_ranks)
-    return math.ceil(batches / accumulation)
+    # An incomplete micro-batch is one, and so is an incomplete round of the ranks.
+    rounds = num_examples / (per_device * num_ranks)
+    return math.ceil((math.floor(rounds) if drops_last else math.ceil(rounds)) / accumulation)
 
 
 def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
@@ -393,10 +397,8 @@ def _files(
     return {"files": files, "disk": disk}
 
 
-def _notices(
-    recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure: str | None
-) -> list[str]:
-    notices = [*inputs.notices, *([few] if few else [])]
+def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> list[str]:
+    notices = [*inputs.notices]
     if recipe.trainer.get("packing") and not inputs.account:
         notices.append(
             "trainer.packing makes fewer and longer sequences, so the number of steps is an upper"

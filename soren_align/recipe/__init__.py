@@ -43,8 +43,10 @@ from .parallel import (
     Parallel,
     accumulation,
     batch_unit,
+    drops_last,
     few_steps,
     global_batch,
+    left_out,
     parallel,
     trainer_value,
 )

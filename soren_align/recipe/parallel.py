@@ -336,6 +336,28 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
     )
 
 
+def drops_last(recipe: Recipe, num_ranks: int) -> bool:
+    """Whether an epoch ends without the examples that fill no micro-batch of all processes."""
+    # Of a pair no label can be taken away: accelerate would repeat the epoch's first pairs.
+    are_pairs = recipe.data_task == "dpo" and not recipe.data.streaming
+    return bool(recipe.trainer.get("dataloader_drop_last")) or (are_pairs and num_ranks > 1)
+
+
+def left_out(recipe: Recipe, num_examples: int, num_ranks: int) -> str | None:
+    """A notice about the examples that `drops_last` leaves out of each epoch; None if all are used.
+
+    num_examples: or packed sequences, of an epoch.
+    """
+    round_size = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
+    number = num_examples % round_size
+    if not number or not drops_last(recipe, num_ranks):
+        return None
+    return (
+        f"each epoch leaves out {number} of {num_examples:,} {batch_unit(recipe)}, others each time,"
+        f" which fill no batch of {round_size} on {num_ranks} process{'es' * (num_ranks > 1)}"
+    )
+
+
 def trainer_value(recipe: Recipe, key: str) -> Any:
     """The value of `trainer.key`: the recipe's, or TRL's default."""
     return recipe.trainer.get(key, trl.fields(recipe.task)[key].default)

@@ -21,7 +21,15 @@ from ..core.errors import UserError, as_user_error, first_sentence
 from ..core.files import default_cache_folder
 from ..optim import names_of_matrices, route
 from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, TrainSplit
-from ..recipe.parallel import Parallel, accumulation, batch_unit, parallel, trainer_value
+from ..recipe.parallel import (
+    Parallel,
+    accumulation,
+    batch_unit,
+    drops_last,
+    left_out,
+    parallel,
+    trainer_value,
+)
 from ..run.folder import RunFolder
 from ..run.record import describe_dropped
 from ..sharding import start_deepspeed
@@ -147,7 +155,10 @@ def set_up_training(
         prompts = read_prompts(recipe.run.samples, tokenizer, has_turns, positions)
 
     setup = replace(setup, account=account, packing=packing, held_out=held_out, prompts=prompts)
+    num_sequences = packing.num_sequences if packing else account.num_kept
+    dropped = None if stream else left_out(recipe, num_sequences, ranks.num_ranks)
     notices = [
+        *([dropped] if dropped else []),
         *splits.train.notices,
         *(splits.eval.notices if splits.eval else ()),
         *template_notices,
@@ -213,12 +224,15 @@ def _count_training(
         )
     num_examples = packing.num_sequences if packing else counts.num_kept
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
-    drops_last = setup.stream is None and recipe.trainer.get("dataloader_drop_last")
-    if drops_last and num_examples < micro_batch:
+    drops = setup.stream is None and drops_last(recipe, num_ranks)
+    if drops and num_examples < micro_batch:
+        start, remedy = "data.train: ", "train in fewer processes, or"
+        if recipe.trainer.get(key := "dataloader_drop_last"):
+            start, remedy = f"trainer.{key}: would drop all data, as ", "remove this key, or"
         raise UserError(
-            f"trainer.dataloader_drop_last: would drop all data, as {num_examples} "
-            f"{batch_unit(recipe)} are less than one batch of {micro_batch}; remove this key, or "
-            "lower trainer.per_device_train_batch_size"
+            f"{start}{num_examples} {batch_unit(recipe)} are less than one batch of {micro_batch} in"
+            f" {num_ranks} process{'es' * (num_ranks > 1)}; {remedy} lower"
+            " trainer.per_device_train_batch_size"
         )
     return counts, packing
 

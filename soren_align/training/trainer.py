@@ -11,20 +11,21 @@ transformers and TRL that are overridden here, with the reason of each.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..data import filtered, pair_of, uncached, verified_values
+from ..data import filled, filtered, pair_of, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..sharding import chain_of, set_strategy, sum_in_float32
@@ -213,6 +214,30 @@ class SorenTrainerMixin(Trainer):
         self.train_sampler = super()._get_train_sampler(*args)
         return self.train_sampler
 
+    def get_train_dataloader(self) -> DataLoader:
+        """TRL's; on several ranks, examples without labels fill an epoch's last batches."""
+        loader: Any = super().get_train_dataloader()
+        columns = {*(getattr(loader.dataset, "column_names", None) or ())}
+        round_size = self.args.train_batch_size * self.ranks.num_ranks
+        # Not where a loss is the mean over a rank's own tokens, of which a filler has none.
+        if (
+            self.ranks.num_ranks == 1
+            or not {"labels"} <= columns <= {"input_ids", "labels", "seq_lengths"}
+            or not (self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices)
+            or isinstance(self.train_sampler, BatchRebalanceSampler)  # which has its own ranks
+            or self.args.dataloader_drop_last
+        ):
+            return loader
+        # accelerate would repeat the first examples of the epoch, and the last step would not be
+        # that of one process: weights differed by 3.9e-3, as much as by a whole step.
+        number = len(loader.dataset)
+        fillers = range(number, number + -number % round_size)
+        # torch refuses to assign it
+        vars(loader.base_dataloader)["dataset"] = filled(loader.dataset, len(fillers))
+        batches = loader.batch_sampler.batch_sampler  # accelerate gives each rank some of these
+        batches.sampler = FilledSampler(batches.sampler, fillers)
+        return loader
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The order is that of seed and epoch, as a random sampler's: on all ranks, whatever they
         # drew before, and after a resume.
@@ -337,6 +362,17 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         if is_start and (changes_nothing if new_adapter is not None else is_copied):
             self.add_callback(self.reference_check)
 
+    def get_train_dataloader(self) -> DataLoader:
+        """TRL's; on several ranks without an epoch's last pairs, if they fill no batch of all."""
+        own = self.args.dataloader_drop_last
+        # For the training examples alone: held-out pairs are read with the same arguments.
+        has_length = hasattr(self.train_dataset, "__len__")
+        self.args.dataloader_drop_last = own or (self.ranks.num_ranks > 1 and has_length)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.args.dataloader_drop_last = own
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
@@ -458,3 +494,22 @@ class SorenPretrainer(SorenSFTTrainer):
             "perplexity": last["eval_perplexity"],
             "num_tokens": last["eval_tokens"],
         }
+
+
+class FilledSampler(Sampler):
+    """The indices of a sampler, and behind them those of what fills the last batch."""
+
+    def __init__(self, sampler: Any, fillers: range):
+        """fillers: the indices behind those of the examples."""
+        self.sampler, self.fillers = sampler, fillers
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.sampler, self.fillers)
+
+    def __len__(self) -> int:
+        return len(self.sampler) + len(self.fillers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order is the sampler's."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)

@@ -45,7 +45,7 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(own_suite, tmp
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     message = rf"{questions.name}:6: doc_to_target gives 4, which is none of the question's 4 choices \('"
     with pytest.raises(UserError, match=message):
-        load_tasks(load_suite(suite), tmp_path / "cache")
+        load_tasks(load_suite(suite))
 
 
 def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
@@ -53,4 +53,4 @@ def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
     with (tmp_path / "suite/rephrased/test.jsonl").open("a") as stream:
         stream.write('{"question": "Who?", "answer": "Me"},\n')
     with pytest.raises(UserError, match=r"rephrased/test.jsonl:5: is not JSON: Extra data at column 37"):
-        load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
+        load_tasks(load_suite(tmp_path / "suite"))

@@ -54,8 +54,8 @@ def suite(folder):
 
 
 @pytest.fixture(scope="module")
-def tasks(suite, folder):
-    return load_tasks(suite, folder / "cache")
+def tasks(suite):
+    return load_tasks(suite)
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +205,12 @@ def test_the_files_of_an_evaluation_have_the_normalized_points(suite, folder, sc
     assert "bbh, below random as 0: base" in (output / "table.md").read_text()
 
 
-def test_the_choices_do_not_depend_on_what_was_loaded_before(suite, tasks, folder):
+def test_the_choices_do_not_depend_on_what_was_loaded_before(suite, tasks):
     import random
 
     random.seed(99)
     alone = suite.model_copy(update={"tasks": [task for task in suite.tasks if task.column == "gpqa"]})
-    again = load_tasks(alone, folder / "other-cache")
+    again = load_tasks(alone)
     assert [list(t.eval_docs) for t in subtasks(again["gpqa"])] == [list(t.eval_docs) for t in subtasks(tasks["gpqa"])]
     assert random.random() == random.Random(99).random()  # the caller's generator is where it was
 

@@ -94,10 +94,11 @@ def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_exampl
     from soren_align.planning.plan import steps_per_epoch
     from torch.utils.data import BatchSampler, SequentialSampler
 
-    batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drop_last=False)
-    assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
-    assert assigned == [steps_per_epoch(num_examples, 8, 1, num_ranks)] * num_ranks
-    assert steps_per_epoch(num_examples, 8, 4, num_ranks) == -(-assigned[0] // 4)
+    for drops in (False, True):
+        batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drops)
+        assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
+        assert assigned == [steps_per_epoch(num_examples, 8, 1, num_ranks, drops)] * num_ranks
+        assert steps_per_epoch(num_examples, 8, 4, num_ranks, drops) == -(-assigned[0] // 4)
 
 
 @pytest.mark.rest

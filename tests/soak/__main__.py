@@ -1,6 +1,7 @@
 """`make soak`: faults of every kind on runs of every kind; after each, the same command must end with the same result.
 
     python -m tests.soak [--seed N] [--state FILE] [--sample]
+    python -m tests.soak --seed N --only cache             the kinds whose name has this word
     python -m tests.soak --seed N --one 'SIGHUP:lora:0'    one case again: its notes and its output
 
 Every case follows from (seed, kind, configuration, number); see faults.py. The state file has a line for each case that
@@ -50,7 +51,7 @@ def load_libraries(folder: Path) -> None:
         importlib.import_module(name)
 
 
-def cases(seed: str, sample: bool = False) -> list[str]:
+def cases(seed: str, sample: bool = False, only: str = "") -> list[str]:
     """Return the names of all cases, KIND:CONFIGURATION:NUMBER, in random order: each part has all kinds."""
     from tests.soak.faults import KINDS
 
@@ -60,7 +61,7 @@ def cases(seed: str, sample: bool = False) -> list[str]:
         for number in range(kind.number):
             names.append(f"{kind.name}:{kind.configs[(first + number) % len(kind.configs)]}:{number}")
     random.Random(seed).shuffle(names)
-    return SAMPLE if sample else names
+    return SAMPLE if sample else [name for name in names if only in name.rsplit(":", 2)[0]]
 
 
 def code_hash() -> str:
@@ -203,6 +204,7 @@ def main() -> int:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--one", metavar="CASE")
     options = parser.parse_args()
     state = State(options.state or ROOT / "runs/soak" / f"{options.seed}.jsonl", options.seed)
@@ -213,7 +215,7 @@ def main() -> int:
     folder.mkdir(exist_ok=True)
     has_mounts = faults.separate_mounts()
     load_libraries(folder)
-    names = [options.one] if options.one else cases(options.seed, options.sample)
+    names = [options.one] if options.one else cases(options.seed, options.sample, options.only)
     finished = {line["reference"] for line in state.lines() if "reference" in line}
     needed = dict.fromkeys(name.rsplit(":", 2)[1] for name in names)
     in_workers([name for name in needed if name not in finished], state, folder, needed, has_mounts)

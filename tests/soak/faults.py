@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from soren_align.core.shipped import ROOT
 from tests.soak import commands, runs
 from tests.soak.commands import Ended, Place, kill_all
 from tests.soak.runs import CONFIGS, ONE_PROCESS, RANKS
@@ -25,7 +26,7 @@ not end. WRONG: another result, or one that no command brings about any more."""
 CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE}
 MOST_RERUNS = 4
 MOST_DRAWS = 4
-MS_REMOUNT, MS_PRIVATE, MNT_DETACH = 32, 1 << 14 | 1 << 18, 2
+MS_REMOUNT, MS_BIND, MS_PRIVATE, MNT_DETACH = 32, 4096, 1 << 14 | 1 << 18, 2
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 Remedy = Callable[[], Any]
 
@@ -77,10 +78,9 @@ class Trial:
     def command(self, prepare: Callable[[], Any] = lambda: None, **fault: Any) -> Ended:
         """Run the case's command, with a fault or without."""
         load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        own = runs.preparation(self.name)
 
         def prepare_both() -> None:
-            own()
+            runs.prepare(self.name, self.case)
             prepare()
 
         ended = commands.run(
@@ -312,6 +312,15 @@ def flip_bit(file: Path, rng: random.Random) -> str:
     return f"bit {bit} of byte {place:,} of {file.name}"
 
 
+def zeros(file: Path, rng: random.Random) -> str:
+    """Write 512 zeros at a random place, as a page that a power cut has lost; return where."""
+    content = file.read_bytes()
+    place = rng.randrange(len(content))
+    end = min(place + 512, len(content))
+    file.write_bytes(content[:place] + bytes(end - place) + content[end:])
+    return f"zeros from {place:,} of {file.name} on"
+
+
 def truncate(file: Path, rng: random.Random) -> str:
     """Cut a file at a random byte; return where."""
     size = rng.randrange(file.stat().st_size)
@@ -411,6 +420,26 @@ def changed_data(trial: Trial) -> str:
     return trial.conclude(lambda: file.write_text(content) and None, "data|belongs to another run")
 
 
+def damaged_cache(is_new: bool):
+    """Damage to a file of the caches, which the rerun reads: a run anew, or one that was killed; there is no remedy to
+    apply, because an entry is made again."""
+
+    def kind(trial: Trial) -> str:
+        if is_new:
+            trial.command()
+            shutil.rmtree(trial.run)
+        else:
+            trial.fault(trial.draw(), kill_all)
+        files = sorted(path for path in (trial.case / "cache").rglob("*") if path.is_file() and path.stat().st_size)
+        file = trial.rng.choice(files)
+        damage = trial.rng.choice([flip_bit, zeros, truncate, emptied, removed])
+        trial.notes.append(f"{file.relative_to(trial.case)}: {damage(file, trial.rng)}")
+        trial.command()
+        return trial.conclude()
+
+    return kind
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +451,41 @@ def signal_to_ranks(number: int, which: str) -> Callable[[Trial], str]:
         return trial.conclude()
 
     return kind
+
+
+def other_host(trial: Trial) -> str:
+    """The second rank has other data, another tokenizer or another version, as a host with its own copies; the remedy:
+    give it the first one's.
+    """
+    what = trial.rng.choice(["other data", "another tokenizer", "trl 9.9.9"])
+    named = {
+        "other data": trial.case / "data/chat.jsonl",
+        "another tokenizer": ROOT / "recipes/quickstart/base/tokenizer.json",
+    }
+    trial.notes.append(what)
+    if (file := named.get(what)) is not None:
+        # Two words exchanged: as many examples and tokens.
+        text = file.read_text().replace("nest", "\0").replace("cave", "nest").replace("\0", "cave")
+        (trial.case / "other").write_text(text)
+
+    def prepare() -> None:
+        if os.environ["RANK"] == "0":
+            return
+        if file is None:
+            from soren_align.training import reference  # loaded by now, with the soak's caches
+
+            reference.LIBRARIES["trl"] = "9.9.9"
+            return
+        commands.LIBC.unshare(CLONE_NEWNS)  # what is mounted from here on is this process's
+        if commands.LIBC.mount(
+            os.fsencode(trial.case / "other"), os.fsencode(file), None, ctypes.c_ulong(MS_BIND), None
+        ):
+            raise OSError(ctypes.get_errno(), "mount")
+
+    trial.command(prepare)
+    if trial.ended[-1].codes != [2, 2] or (trial.run / "metrics.jsonl").exists():
+        return "WRONG"
+    return trial.conclude(lambda: None, f"rank 1 on .* has .*{what}")
 
 
 # -- several processes of one command ---------------------------------------------------------------------------------
@@ -503,6 +567,7 @@ class Kind:
 
 
 ONE, TWO = tuple(ONE_PROCESS), tuple(RANKS)
+CACHED = ("sft", "sft+eval", "dpo", "dpo+reference", "pretrain", "zero2")
 KINDS = [
     Kind("SIGKILL, 40% again while resuming", 10, ONE, signals(signal.SIGKILL, again=0.4)),
     Kind("SIGTERM once", 8, ONE, signals(signal.SIGTERM)),
@@ -528,6 +593,8 @@ KINDS = [
     Kind("checkpoint: one bit of any file", 10, ONE, damaged_checkpoint(flip_bit)),
     Kind("run.json damaged", 10, ONE, damaged_record("run.json")),
     Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl")),
+    Kind("cache damaged, then a new run", 25, CACHED, damaged_cache(is_new=True)),
+    Kind("cache damaged, then resumed", 25, CACHED, damaged_cache(is_new=False)),
     Kind("data changed or gone", 5, ONE, changed_data),
     Kind("streamed data changed or gone", 4, ("stream",), changed_data),
     Kind("2 ranks: SIGKILL of one", 8, TWO, signal_to_ranks(signal.SIGKILL, "one")),
@@ -536,6 +603,7 @@ KINDS = [
     Kind("2 ranks: SIGINT of one", 4, TWO, signal_to_ranks(signal.SIGINT, "one")),
     Kind("2 ranks: SIGSTOP of one, 2 s", 2, TWO, stopped),
     Kind("2 ranks: SIGSTOP of one for good", 4, TWO, signal_to_ranks(signal.SIGSTOP, "one")),
+    Kind("2 ranks: other data, tokenizer or version on one", 9, TWO, other_host, needs_disk=True),
     Kind("2 ranks: disk filled meanwhile", 6, TWO, disk_filled, needs_disk=True),
     Kind("2 ranks: shard truncated, empty, removed", 6, TWO,
          damaged_checkpoint(truncate, emptied, removed, of=is_optimizer)),

@@ -4,7 +4,7 @@ import atexit
 import hashlib
 import json
 import shutil
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ CONFIGS = {
     "sft+eval": Config("sft", evaluates=True),
     "lora": Config("sft", ("model.lora={r: 4}", "optimizer.aux_lr=null")),
     "dpo": Config("dpo", (*BASE, "data.train.path=data/pairs.jsonl")),
+    "dpo+reference": Config(
+        "dpo", (*BASE, "data.train.path=data/pairs.jsonl", "trainer.precompute_ref_log_probs=true")),
     "pretrain": Config("pretrain", TEXTS),
     "extras": Config(
         "sft",
@@ -122,9 +124,13 @@ def allow_fsdp2_on_cpus() -> None:
     atexit.register(stack.close)  # until the process ends
 
 
-def preparation(name: str) -> Any:
-    """Return what a process of this configuration calls before its command."""
-    return allow_fsdp2_on_cpus if name == "fsdp2" else nullcontext
+def prepare(name: str, case: Path) -> None:
+    """What a process of this configuration does before its command; its examples are cached in the case's folder, too."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = case / "cache/examples"  # imported before the fork, with the soak's own
+    if name == "fsdp2":
+        allow_fsdp2_on_cpus()
 
 
 def result(run: Path, config: Config) -> dict[str, Any]:

@@ -60,6 +60,8 @@ RUNS = (SOREN, ("muon", "sft", ("optimizer.name=muon",)), DPO)
 PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
 """More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
+UNEVEN = ("uneven", "sft", ("data.train.limit=77",))
+"""Epochs of 32, 32 and 13 rows: those of the last step are not as many on both ranks."""
 STREAMED = ("streamed", "sft", ("data.streaming={shuffle_buffer: 100}",))
 """A stream, in blocks that are no multiple of the batch."""
 
@@ -79,17 +81,29 @@ UNCLIPPED = ("unclipped", "sft", ("trainer.max_grad_norm=0",))
 def ddp(make):
     """All that test_ddp.py asks of two ranks."""
     return {
-        "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, PRETRAINED, UNCLIPPED),
+        "maps": same_steps(make, "ddp", *RUNS, PACKED, UNEVEN, STREAMED, PRETRAINED, UNCLIPPED),
         "resumed": resumed(make, "ddp"), "poisoned": poisoned(make, "ddp"), "references": references(make, "ddp"),
         "drifted": drifted(make), "stopped": stopped(make),
+        "pairs": dealt_pairs(make),
         "of_first": make.ranks.broadcast(f"told by rank {make.ranks.rank}"),
         "any": [make.ranks.any(make.ranks.rank == 1), make.ranks.any(False)],
     }  # fmt: skip
 
 
+def dealt_pairs(make):
+    """The chosen sides that this rank trains in an epoch of 77 pairs, and those of all."""
+    trainer = make("dealt", "dpo", "run.parallel=ddp", *GLOBAL, "data.train.limit=77").trainer()
+    everything = [str(pair["prompt_ids"] + pair["chosen_ids"]) for pair in trainer.train_dataset]
+    dealt = []
+    for batch in trainer.get_train_dataloader():
+        for row, mask in zip(batch["input_ids"].chunk(2)[0], batch["attention_mask"], strict=False):
+            dealt.append(str(row[mask.bool()].tolist()))
+    return dealt, everything
+
+
 def zero(make):
     """All that test_zero_runs.py asks of two ranks."""
-    runs = {"zero1": (SOREN,), "zero2": (*RUNS, STREAMED, PRETRAINED, UNCLIPPED),
+    runs = {"zero1": (SOREN,), "zero2": (*RUNS, UNEVEN, STREAMED, PRETRAINED, UNCLIPPED),
             "zero3": (*RUNS, ("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED),
             "zero3-offload": (SOREN,)}  # fmt: skip
     return {

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 from soren_align.core.errors import UserError
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, SOREN, STREAMED
+from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, SOREN, STREAMED, UNEVEN
 from tests.support.trainer_parity import (
     assert_own_references,
     assert_resumed,
@@ -22,7 +23,7 @@ from tests.support.trainer_parity import (
 JOB = "ddp"
 
 
-@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, STREAMED, PRETRAINED])
+@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, UNEVEN, STREAMED, PRETRAINED])
 def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task, overrides):
     folder, seen = two_ranks
     alone = one_process(name, task, *overrides)
@@ -35,6 +36,12 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task,
         assert (maps["all"], maps["per_step"], maps["accumulation"]) == (140, 14, 2), "14 matrices once per step"
     if name == "soren":  # the comparison can fail
         assert furthest(alone, load_file(folder / "unclipped-ddp" / "weights0.safetensors")) > 1e-4
+
+
+def test_the_last_pairs_of_an_epoch_are_left_out_and_none_is_repeated(two_ranks):
+    (first, everything), (second, _) = (rank["pairs"] for rank in two_ranks[1])
+    assert (len(first), len(second)) == (32, 32)  # of 77, in batches of 16 on each
+    assert Counter([*first, *second]) <= Counter(everything)
 
 
 def test_two_ranks_have_the_perplexity_of_one_process(two_ranks):

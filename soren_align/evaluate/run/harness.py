@@ -186,7 +186,7 @@ def evaluate_model(
     # dtype, batch size, device and versions (tests/evaluate/test_answering.py).
     settings = BackendSettings(options.backend, suite.dtype, device, suite.batch_size)
     device_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
-    tasks = tasks or load_tasks(suite, options.cache)
+    tasks = tasks or load_tasks(suite)
     key = cache_key(folder, settings, device_name) if options.cache else {}
     cache = ResponseCache(options.cache, key, folder)
     source = folder, tokenizer, settings

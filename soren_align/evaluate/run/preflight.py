@@ -142,10 +142,9 @@ def check(
     rows: Sequence[PlannedRow],
     suite: Suite,
     options: Eval,
-    cache: Path | None = None,
     on_column: Callable[[str], object] | None = None,
 ) -> tuple[Tasks, list[str]]:
-    """Return (the suite's tasks with their data, notices). cache, on_column: as in `load_tasks`.
+    """Return (the suite's tasks with their data, notices). on_column: as in `load_tasks`.
 
     Raises UserError with all reasons why one of the rows could not be evaluated.
     """
@@ -166,7 +165,7 @@ def check(
             " and evaluate RUN/merged"
         )
     try:
-        tasks = load_tasks(suite, cache, on_column, trusted=options.trust_suite)
+        tasks = load_tasks(suite, on_column, trusted=options.trust_suite)
     except UserError as error:
         raise UserError(*problems, *error.problems) from error
     probes = {row.name: Probe(row, suite, strict=options.strict) for row in rows}

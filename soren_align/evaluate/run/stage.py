@@ -83,7 +83,7 @@ def evaluate(
     planned = with_base_template([saved_row(*row) for row in rows], options.base_template)
     with loading(console, "Loading tasks") as status:
         tasks, notices = check(
-            planned, suite, options, cache, lambda name: status.update(f"Loading tasks: {name}")
+            planned, suite, options, lambda name: status.update(f"Loading tasks: {name}")
         )
     for notice in notices:
         print_labelled(console, "notice", notice)

@@ -35,6 +35,7 @@ PLAIN = ("arrow", "csv", "json", "parquet", "text")
 """Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some
 versions."""
 KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
+KEYWORDS |= {"keep_in_memory"}
 """Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of
 trust_remote_code."""
 REMEDY = (

@@ -18,7 +18,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...core.errors import UserError, closest, in_one_line
-from ...core.files import default_cache_folder, digest
 from ...core.silence import silence
 from ...data.files import InvalidRecord, read_records
 from ..stats.points import NO_MEAN
@@ -43,30 +42,24 @@ _FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
 def load_tasks(
-    suite: Suite,
-    cache: Path | None = None,
-    on_column: Callable[[str], object] | None = None,
-    *,
-    trusted: bool = False,
+    suite: Suite, on_column: Callable[[str], object] | None = None, *, trusted: bool = False
 ) -> Tasks:
     """Load the suite's tasks with their data.
     Called before training too, so that missing data are found early.
 
-    cache: the cache folder, for converted local data; None is the user's. on_column: called with
-    each column before it is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files
-    may run code. Raises UserError, with the task, if a task, metric or dataset is missing, if an
-    untrusted file would run code, or if a task cannot be scored: without questions or right
-    answers, or with code that a model writes.
+    on_column: called with each column before it is loaded (MMLU's 57 datasets take seconds).
+    trusted: the suite's files may run code. Raises UserError, with the task, if a task, metric or
+    dataset is missing, if an untrusted file would run code, or if a task cannot be scored: without
+    questions or right answers, or with code that a model writes.
     """
     refuse_missing_packages(suite)
     tasks: Tasks = {}
-    cache = cache or default_cache_folder()
     with (
         tempfile.TemporaryDirectory() as folder,
-        loading(trusted, cache),
+        loading(trusted, Path(folder)),
         documents(suite.seeds) as seed,
     ):
-        manager = _manager(suite, Path(folder), cache)
+        manager = _manager(suite, Path(folder))
         for task in suite.tasks:
             if on_column:
                 on_column(task.column)
@@ -158,7 +151,7 @@ def score_keys(task: SuiteTask) -> list[str]:
     ]
 
 
-def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
+def _manager(suite: Suite, folder: Path) -> TaskManager:
     """Return lm-eval's manager with the tasks of this suite only (its own index of all tasks takes
     half a minute).
 
@@ -200,13 +193,12 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
                 raise UserError(
                     f"{file}: there is no dataset folder {data}; correct dataset_path or data_root"
                 )
-            # `datasets` identifies a folder by its last name and its README only: with one cache,
-            # another folder of the same layout would get the questions of the first.
-            sizes = [(str(f), f.stat()) for f in sorted(data.rglob("*")) if f.is_file()]
-            version = digest(
-                [str(data), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sizes]]
-            )[:16]
-            kwargs = {"cache_dir": str(cache / "datasets" / version)}
+            # Converted anew each time and kept in memory (the leaderboard's 62 tasks: 17 s in place
+            # of 9): a cached file has no hash, and one bit in it is another question. A folder for
+            # each task, because `datasets` identifies data by their folder's last name and README
+            # only.
+            cache = tempfile.mkdtemp(dir=folder, prefix="data-")
+            kwargs = {"cache_dir": cache, "keep_in_memory": True}
             settings |= {"dataset_path": str(data), "dataset_kwargs": kwargs}
         if is_group:
             members.append(str(file.parent))
