@@ -18,7 +18,6 @@ from typing import Any, Literal
 from ..core.errors import UserError
 from ..core.figures import short
 from ..core.text import count
-from ..recipe.data_files import MAX_ROWS, SPREADSHEET, data_files, first_records, question_columns
 from ..tasks import ROLE_ALIASES, TURN_KEY_ALIASES
 
 Kind = Literal["facts", "behaviour"]
@@ -68,6 +67,15 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     """Return what a .csv, .xlsx or .jsonl file has.
     Raises UserError if it cannot be read, or has too little.
     """
+    # Here: `show` and `runs` need no recipes.
+    from ..recipe.data_files import (
+        MAX_ROWS,
+        SPREADSHEET,
+        data_files,
+        first_records,
+        question_columns,
+    )
+
     name, file = next(iter(data_files(data, (".csv", ".jsonl", SPREADSHEET)).items()))
     if not file.stat().st_size:
         raise UserError(f"{name}: is empty; name a file with questions and answers")

@@ -10,11 +10,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from soren_align.core.shipped import ROOT
 from tests.soak import commands, runs
 from tests.soak.commands import Ended, Place, kill_all
 from tests.soak.runs import CONFIGS, ONE_PROCESS, RANKS
@@ -458,12 +457,20 @@ def other_host(trial: Trial) -> str:
     give it the first one's.
     """
     what = trial.rng.choice(["other data", "another tokenizer", "trl 9.9.9"])
-    named = {
-        "other data": trial.case / "data/chat.jsonl",
-        "another tokenizer": ROOT / "recipes/quickstart/base/tokenizer.json",
-    }
     trial.notes.append(what)
-    if (file := named.get(what)) is not None:
+    file = {"other data": trial.case / "data/chat.jsonl", "another tokenizer": trial.case / "start/tokenizer.json"}.get(
+        what
+    )
+    if what == "another tokenizer":  # of a start that each host has; one that a run makes lies in the shared run folder
+        trial.command()
+        shutil.move(trial.run / "model", trial.case / "start")
+        overrides = (*trial.config.overrides, "model.name_or_path=start", "model.init_seed=null")
+        trial.config = replace(trial.config, overrides=overrides)
+        shutil.rmtree(trial.run)
+        trial.command()
+        trial.reference = replace(trial.reference, result=runs.result(trial.run, trial.config))
+        shutil.rmtree(trial.run)
+    if file is not None:
         # Two words exchanged: as many examples and tokens.
         text = file.read_text().replace("nest", "\0").replace("cave", "nest").replace("\0", "cave")
         (trial.case / "other").write_text(text)

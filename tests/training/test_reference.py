@@ -47,13 +47,14 @@ def test_the_same_run_elsewhere_reads_the_same_log_probabilities(tiny_run):
         assert torch.equal(references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="second").trainer()), first)
 
 
-def test_damaged_log_probabilities_are_computed_again(tiny_run, capsys):
+@pytest.mark.parametrize("suffix", [".arrow", ".json"])
+def test_damaged_log_probabilities_are_computed_again(tiny_run, capsys, suffix):
     trainer = tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="first").trainer()
     first, files = references(trainer), [Path(entry["filename"]) for entry in trainer.train_dataset.cache_files]
     (file,) = (file for file in files if file.name.startswith("cache-"))
-    content = bytearray(file.read_bytes())
+    content = bytearray((damaged := file.with_suffix(suffix)).read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    damaged.write_bytes(content)
     assert torch.equal(references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="second").trainer()), first)
     printed = "".join(capsys.readouterr().err.split())  # a notice is wrapped
     assert "".join(f"{file}: the content differs from what was saved".split()) in printed
