@@ -290,6 +290,13 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
                 self.attached.refuse_unaveraged_gradients(self.state.global_step)
+            # DDP's optimizer refuses such a step, and DeepSpeed skips it; torch has made the
+            # gradients of FSDP2 zero, and the step was one of the momentum alone.
+            if self.attached.parallel == "fsdp2" and not math.isfinite(logs.get("grad_norm", 0.0)):
+                raise FloatingPointError(
+                    "the norm of the gradients overflowed in the step before, so that clipping made"
+                    " them zero"
+                )
         # An evaluation's log: the scores of the same weights, so that the best checkpoint can be
         # chosen by them.
         elif "eval_loss" in logs:

@@ -452,47 +452,49 @@ def signal_to_ranks(number: int, which: str) -> Callable[[Trial], str]:
     return kind
 
 
-def other_host(trial: Trial) -> str:
+def other_host(what: str):
     """The second rank has other data, another tokenizer or another version, as a host with its own copies; the remedy:
     give it the first one's.
     """
-    what = trial.rng.choice(["other data", "another tokenizer", "trl 9.9.9"])
-    trial.notes.append(what)
-    file = {"other data": trial.case / "data/chat.jsonl", "another tokenizer": trial.case / "start/tokenizer.json"}.get(
-        what
-    )
-    if what == "another tokenizer":  # of a start that each host has; one that a run makes lies in the shared run folder
-        trial.command()
-        shutil.move(trial.run / "model", trial.case / "start")
-        overrides = (*trial.config.overrides, "model.name_or_path=start", "model.init_seed=null")
-        trial.config = replace(trial.config, overrides=overrides)
-        shutil.rmtree(trial.run)
-        trial.command()
-        trial.reference = replace(trial.reference, result=runs.result(trial.run, trial.config))
-        shutil.rmtree(trial.run)
-    if file is not None:
-        # Two words exchanged: as many examples and tokens.
-        text = file.read_text().replace("nest", "\0").replace("cave", "nest").replace("\0", "cave")
-        (trial.case / "other").write_text(text)
 
-    def prepare() -> None:
-        if os.environ["RANK"] == "0":
-            return
-        if file is None:
-            from soren_align.training import reference  # loaded by now, with the soak's caches
+    def kind(trial: Trial) -> str:
+        file = None
+        if what == "other data":
+            file = trial.case / "data/chat.jsonl"
+        if what == "another tokenizer":  # of a start that each host has: one that a run makes lies in the run folder
+            trial.command()
+            shutil.move(trial.run / "model", trial.case / "start")
+            overrides = (*trial.config.overrides, "model.name_or_path=start", "model.init_seed=null")
+            trial.config = replace(trial.config, overrides=overrides)
+            shutil.rmtree(trial.run)
+            trial.command()
+            trial.reference = replace(trial.reference, result=runs.result(trial.run, trial.config))
+            shutil.rmtree(trial.run)
+            file = trial.case / "start/tokenizer.json"
+        if file is not None:
+            # Two words exchanged: as many examples and tokens.
+            text = file.read_text().replace("nest", "\0").replace("cave", "nest").replace("\0", "cave")
+            (trial.case / "other").write_text(text)
 
-            reference.LIBRARIES["trl"] = "9.9.9"
-            return
-        commands.LIBC.unshare(CLONE_NEWNS)  # what is mounted from here on is this process's
-        if commands.LIBC.mount(
-            os.fsencode(trial.case / "other"), os.fsencode(file), None, ctypes.c_ulong(MS_BIND), None
-        ):
-            raise OSError(ctypes.get_errno(), "mount")
+        def prepare() -> None:
+            if os.environ["RANK"] == "0":
+                return
+            if file is None:
+                from soren_align.training import reference  # loaded by now, with the soak's caches
 
-    trial.command(prepare)
-    if trial.ended[-1].codes != [2, 2] or (trial.run / "metrics.jsonl").exists():
-        return "WRONG"
-    return trial.conclude(lambda: None, f"rank 1 on .* has .*{what}")
+                reference.LIBRARIES["trl"] = "9.9.9"
+                return
+            commands.LIBC.unshare(CLONE_NEWNS)  # what is mounted from here on is this process's
+            paths = os.fsencode(trial.case / "other"), os.fsencode(file)
+            if commands.LIBC.mount(*paths, None, ctypes.c_ulong(MS_BIND), None):
+                raise OSError(ctypes.get_errno(), "mount")
+
+        trial.command(prepare)
+        if trial.ended[-1].codes != [2, 2] or (trial.run / "metrics.jsonl").exists():
+            return "WRONG"
+        return trial.conclude(lambda: None, f"rank 1 on .* has .*{what}")
+
+    return kind
 
 
 # -- several processes of one command ---------------------------------------------------------------------------------
@@ -610,7 +612,9 @@ KINDS = [
     Kind("2 ranks: SIGINT of one", 4, TWO, signal_to_ranks(signal.SIGINT, "one")),
     Kind("2 ranks: SIGSTOP of one, 2 s", 2, TWO, stopped),
     Kind("2 ranks: SIGSTOP of one for good", 4, TWO, signal_to_ranks(signal.SIGSTOP, "one")),
-    Kind("2 ranks: other data, tokenizer or version on one", 9, TWO, other_host, needs_disk=True),
+    Kind("2 ranks: other data on one", 4, TWO, other_host("other data"), needs_disk=True),
+    Kind("2 ranks: another tokenizer on one", 4, TWO, other_host("another tokenizer"), needs_disk=True),
+    Kind("2 ranks: another version on one", 4, TWO, other_host("trl 9.9.9"), needs_disk=True),
     Kind("2 ranks: disk filled meanwhile", 6, TWO, disk_filled, needs_disk=True),
     Kind("2 ranks: shard truncated, empty, removed", 6, TWO,
          damaged_checkpoint(truncate, emptied, removed, of=is_optimizer)),

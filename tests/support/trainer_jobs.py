@@ -124,7 +124,7 @@ def fsdp2(make):
             "unsharded": alone,
             "maps": same_steps(make, "fsdp2", SOREN, DPO, PACKED, ("recomputed", "sft", RECOMPUTED)),
             "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED), "kept_whole": kept_whole(make),
-            "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"),
+            "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"), "overflows": poisoned(make, "fsdp2", 1e30),
             "references": references(make, "fsdp2"),
         }  # fmt: skip
 
@@ -409,12 +409,12 @@ def tokens_of(train):
     return seen
 
 
-def poisoned(make, mode):
-    """One rank alone meets a NaN in its rows."""
-    run = make(f"poisoned-{mode}", "sft", f"run.parallel={mode}", *GLOBAL)
+def poisoned(make, mode, factor=math.nan):
+    """One rank alone meets a NaN, or another factor of the loss, in its rows."""
+    run = make(f"poisoned-{mode}-{factor}", "sft", f"run.parallel={mode}", *GLOBAL)
 
     def loss(self, *args, **kwargs):
-        return SFTTrainer.compute_loss(self, *args, **kwargs) * (math.nan if run.ranks.rank == 1 else 1)
+        return SFTTrainer.compute_loss(self, *args, **kwargs) * (factor if run.ranks.rank == 1 else 1)
 
     return refusal(run, loss)
 

@@ -114,6 +114,8 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
     first, second = (rank["poisoned"] for rank in two_ranks[1])
     assert first == second
     assert re.match("step 1: NaN or infinity in the gradient of .*the optimizer did not apply this step", first)
+    for rank in two_ranks[1]:
+        assert re.match("step 2: the norm of the gradients overflowed in the step before", rank["overflows"])
 
 
 def test_no_rank_keeps_the_whole_model_or_whole_gradients(two_ranks):
