@@ -98,7 +98,7 @@ class Rendering:
         trained: turns that are, unless their weight is 0.
         """
         turns, tools = self.turns, self.options.get("tools", [])
-        kinds = self.cut_answers(trained)
+        kinds = self.cut_turns(trained)
         has_parts = (
             turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in turns
         )
@@ -138,19 +138,21 @@ class Rendering:
         )
         return [*kinds, EMPTY_ANSWER] if is_silent else kinds
 
-    def cut_answers(self, trained: list[Turn]) -> list[str]:
-        """The kinds of answers that the text does not contain as they are: R1's and Qwen3's
-        templates remove reasoning from a content, of earlier answers or of all.
+    def cut_turns(self, trained: list[Turn]) -> list[str]:
+        """The kinds of turns that the text does not contain as they are: R1's and Qwen3's templates
+        remove reasoning from a content, of earlier answers or of all; others print no system turn.
         """
         # Without white space, which templates trim and write anew.
         text = "".join(self.text.split())
         answers = [t for t in trained if t["role"] == "assistant" and t.get("weight", 1)]
         kinds = ["a part of earlier answers"] * (len(answers) - 1) + [CUT_ANSWER]
-        cut = (
-            kind
-            for kind, turn in zip(kinds, answers, strict=False)
-            if "".join(turn["content"].split()) not in text
-        )
+        # Not results of tools, which templates write as JSON.
+        asked = [turn for turn in self.turns if turn["role"] in ("system", "developer", "user")]
+        named = [
+            *zip(kinds, answers, strict=False),
+            *((f"a part of {turn['role']} turns", turn) for turn in asked),
+        ]
+        cut = (kind for kind, turn in named if "".join(turn["content"].split()) not in text)
         return list(dict.fromkeys(cut))
 
     def end(self, num_turns: int) -> int:

@@ -116,6 +116,20 @@ def test_reasoning_that_the_template_removes_from_earlier_answers_is_counted(mak
     assert counted.num_left_out == {"a part of earlier answers": 1}
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_turn_that_the_template_does_not_print_is_counted(make_tokenizer, task):
+    system = {"role": "system", "content": "Answer in French."}
+    rows = {
+        "sft": {"messages": [system, *chat(1)]},
+        "dpo": {k: [system, *pair_row(1)[k]] for k in ("chosen", "rejected")},
+    }
+    others = {"sft": {"messages": chat(1)}, "dpo": {k: pair_row(1)[k] for k in ("chosen", "rejected")}}
+    silent = make_tokenizer("{% set messages = messages | rejectattr('role', 'eq', 'system') | list %}" + PLAIN)
+    for tokenizer, number in ((make_tokenizer(PLAIN), {}), (silent, {"a part of system turns": 2})):
+        dataset = Dataset.from_list([rows[task], rows[task], others[task]])
+        assert dataset_stats(dataset, task, tokenizer, max_length=None).num_left_out == number
+
+
 def test_a_stream_drops_each_answer_that_the_template_cuts(make_tokenizer, write):
     rows = [{"messages": chat(i)} if i % 3 else {"messages": [chat(i)[0], reasoned()]} for i in range(30)]
     preview, _ = open_stream([split(write("rows.jsonl", rows), weight=1)], "sft", 30, 0)
