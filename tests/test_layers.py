@@ -22,7 +22,7 @@ DOORS = {"deepspeed": {"sharding", "launch"}, "torch.distributed": {"sharding", 
          "trl": {"training", "recipe"}, "datasets": {"data", "evaluate"}, "lm_eval": {"evaluate"}}  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
-WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "tasks", "core"}
+WITHOUT_TORCH = {"cli", "study", "publish/card.py", "publish/push.py", "importers", "recipe", "tasks", "core"}
 WITHOUT_TORCH |= {f"evaluate/answers/{name}.py" for name in ("comparison", "files")}
 WITHOUT_TORCH |= {f"evaluate/stats/{name}.py" for name in ("intervals", "paired", "points", "power", "significance")}
 WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}

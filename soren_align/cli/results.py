@@ -1,6 +1,6 @@
 """The commands for results: `stats`, `show`, `runs`, `curves`, `merge` and `push`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -148,6 +148,32 @@ def merge(
     from ..launch import commands
 
     commands.merge(run)
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.")
+    ],
+    to: Annotated[
+        Literal["gguf"], typer.Option("--to", help="The format: GGUF, of llama.cpp and Ollama.")
+    ] = "gguf",
+    quantize: Annotated[
+        str,
+        typer.Option(metavar="TYPE", help="F16, BF16, Q8_0, Q4_K_M or another type of llama.cpp."),
+    ] = "Q8_0",
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The folder of the file. Default: RUN/gguf.")
+    ] = None,
+) -> None:
+    """Write the model as a GGUF file, with an Ollama Modelfile.
+
+    llama.cpp converts the model. The command then prints how much of the fine-tune's change the
+    quantized weights still have.
+    """
+    from ..core.text import stderr_console
+    from ..publish import gguf
+
+    gguf.export(run, quantize, output, stderr_console())
 
 
 def push(

@@ -10,6 +10,7 @@
     start_logits.safetensors   until training ends, if run.kl_to_start is measured
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
     merged/        the adapter merged with its base model (soren-align merge)
+    gguf/          the model for llama.cpp and Ollama (soren-align export)
     tensorboard/   if trainer.report_to names it
 
 Files are written atomically, so that a killed run leaves none truncated.
@@ -49,6 +50,7 @@ CONTENTS = (
     "checkpoints",
     "model",
     "merged",
+    "gguf",
     "eval",
     "tensorboard",
     "run.json",

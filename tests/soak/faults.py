@@ -110,7 +110,10 @@ class Trial:
 
         def acting(pids: list[int]) -> None:
             self.kept = self.sealed()
-            act(pids)
+            try:
+                act(pids)
+            except ProcessLookupError:  # a rank has ended before
+                raise NotHit from None
 
         ended = self.command(place=place, fault=acting, **more)
         if not ended.hit:

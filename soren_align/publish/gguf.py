@@ -1,0 +1,198 @@
+"""A trained model as one GGUF file, for llama.cpp, Ollama and the programs built on them.
+
+llama.cpp's own converter and quantizer write the file: they know every architecture, and change
+with the format. This module finds them, names what the user needs next to it, and measures what the
+rounding leaves of the fine-tune.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.hub import cached_file
+
+from ..core.errors import UserError, in_one_line
+from ..core.files import rename_durably, write
+from ..core.text import print_labelled
+from ..recipe import adapter_config
+from ..run.folder import RunFolder
+from ..training.checkpoints import write_errors
+
+CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
+DIRECT = ("F32", "F16", "BF16", "Q8_0")
+"""Types that the converter writes; all others are made from F16 by the quantizer."""
+REMEDY = (
+    "clone llama.cpp (https://github.com/ggml-org/llama.cpp), run `pip install gguf sentencepiece"
+    " protobuf`, and set LLAMA_CPP to its folder"
+)
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a file's weights have of the change from the start to the trained weights."""
+
+    share: float
+    """Of the change, along its direction: 1 if rounding favours none."""
+    cosine: float
+    """Between the change and the one in the file: low where rounding is larger than training."""
+    lowest: float
+    """The cosine of the matrix where it is lowest."""
+
+
+def export(path: str, kind: str, output: str | None, console: Any) -> None:
+    """Write a run's model, or a model folder, as OUTPUT/NAME-KIND.gguf with an Ollama Modelfile.
+
+    kind: a type of llama.cpp's, such as Q8_0 or Q4_K_M. Raises UserError if a tool is missing, if
+    the run has no whole model, or if llama.cpp refuses the model.
+    """
+    kind = kind.upper()
+    script = _tool(CONVERTER)
+    quantizer = None if kind in DIRECT else _tool(QUANTIZER)
+    model, start = _model_and_start(path)
+    name = f"{Path(os.path.abspath(path)).name}-{kind}.gguf"
+    folder = Path(output) if output else Path(path) / "gguf"
+    remedy = "Free space on this disk, then rerun the command"
+    with write_errors(folder, remedy), console.status(f"Writing {name}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
+            written = Path(scratch) / "model.gguf"
+            first = kind.lower() if quantizer is None else "f16"
+            command = [sys.executable, script, str(model), "--outfile", str(written)]
+            _run([*command, "--outtype", first], model)
+            if quantizer is not None:
+                whole, written = written, Path(scratch) / name
+                _run([quantizer, str(whole), str(written), kind], model)
+            rename_durably(written, folder / name)
+        write(folder / "Modelfile", _modelfile(name, model))
+    print_labelled(console, "written", f"{folder}: {name}, Modelfile", wrap=False)
+    print_labelled(console, "kept", _kept(folder / name, model, start))
+    own = Path(os.path.abspath(path)).name
+    print_labelled(
+        console,
+        "next",
+        f"ollama create {own} -f {folder}/Modelfile",
+        f"llama-server -m {folder / name}",
+        f"vllm serve {model}",
+        f"transformers serve {model}",
+        wrap=False,
+    )
+
+
+def survival(file: Path, model: Path, start: Path) -> Survival:
+    """What the weights in `file` have of the change from `start` to `model`, over all matrices that
+    changed.
+
+    Raises UserError if transformers cannot read the file back, or if nothing changed.
+    """
+    try:
+        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    except (ValueError, ImportError, NotImplementedError, KeyError) as error:
+        raise UserError(f"{file}: transformers cannot read it back: {in_one_line(error)}") from None
+    quantized, before = read.state_dict(), dict(_weights(start))
+    products = torch.zeros(3, dtype=torch.float64)  # change and file's, change's, file's
+    lowest = 1.0
+    for name, weight in _weights(model):
+        if weight.ndim < 2 or name not in before or name not in quantized:
+            continue
+        old = before[name].double()
+        change, kept = weight.double() - old, quantized[name].double() - old
+        own = torch.stack([(change * kept).sum(), change.square().sum(), kept.square().sum()])
+        if own[1] > 0:
+            lowest = min(lowest, float(own[0] / (own[1] * own[2]).sqrt()))
+            products += own
+    if not products[1] > 0:
+        raise UserError(f"{model}: no matrix differs from {start}, so there is no change to keep")
+    both, change, kept = products.tolist()
+    return Survival(both / change, both / (change * kept) ** 0.5, lowest)
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def _kept(file: Path, model: Path, start: Path | None) -> str:
+    if start is None:
+        return "not measured: this folder has no record of the weights that training started from"
+    if find_spec("gguf") is None:
+        return "not measured: reading the file back needs `pip install gguf`"
+    found = survival(file, model, start)
+    return (
+        f"{found.share:.0%} of the fine-tune's change, with a cosine of {found.cosine:.2f} to it"
+        f" ({found.lowest:.2f} in the worst matrix; 1.00 is a change without rounding)"
+    )
+
+
+def _tool(name: str) -> str:
+    """The path of one of llama.cpp's programs: from $LLAMA_CPP, or on the PATH."""
+    root = os.environ.get("LLAMA_CPP")
+    places = [Path(root, name), Path(root, "build/bin", name)] if root else []
+    found = next((str(place) for place in places if place.is_file()), shutil.which(name))
+    if found is None:
+        remedy = REMEDY if name == CONVERTER else "build llama.cpp, or choose --quantize Q8_0"
+        raise UserError(f"--to gguf needs {name} of llama.cpp, which is not here; {remedy}")
+    return found
+
+
+def _run(command: list[str], model: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, errors="replace"
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise UserError(
+            f"{model}: {Path(command[1 if command[0] == sys.executable else 0]).name} of llama.cpp"
+            f" failed: {in_one_line(lines[-1], 200)}; nothing was written"
+        )
+
+
+def _model_and_start(path: str) -> tuple[Path, Path | None]:
+    """The folder of a whole model, and that of the weights before training, if it is a run's."""
+    if (Path(path) / "config.json").is_file():
+        return Path(path), None
+    run = RunFolder(path)
+    if run.record()["status"] not in ("trained", "finished") or not run.model.is_dir():
+        raise UserError(f"{run}: {run.why_no_model()}")
+    model, start = run.model, str(run.record()["start"]["path"])
+    if config := adapter_config(run.model):
+        if not run.is_merged():
+            raise UserError(
+                f"{run}: trained an adapter; run `soren-align merge {run}`, then this command again"
+            )
+        model, start = run.merged, str(config["base_model_name_or_path"])
+    if not Path(start).is_dir():  # on the hub: what training has downloaded
+        start = str(Path(cached_file(start, "config.json")).parent)  # pyright: ignore
+    return model, Path(start)
+
+
+def _modelfile(name: str, model: Path) -> str:
+    """Ollama's: the model's own chat template for one question, in the words of Go's templates."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = [f"FROM ./{name}"]
+    if tokenizer.chat_template:
+        question = {"role": "user", "content": "{{ .Prompt }}"}
+        system = {"role": "system", "content": "{{ .System }}"}
+        plain, with_system = (
+            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            for turns in ([question], [system, question])
+        )
+        text = f"{{{{ if .System }}}}{with_system}{{{{ else }}}}{plain}{{{{ end }}}}"
+        lines.append(f'TEMPLATE """{text}{{{{ .Response }}}}{tokenizer.eos_token or ""}"""')
+    ends = GenerationConfig.from_pretrained(model).eos_token_id
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None:
+            lines.append(f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(end)}"')
+    return "\n".join(lines) + "\n"
