@@ -95,8 +95,9 @@ def test_what_rounding_leaves_is_that_of_a_plain_computation(run, kind, capsys):
             cosines.append(float(torch.cosine_similarity(change, kept, dim=0)))
     change, kept = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     share, cosine = float(change @ kept / (change @ change)), float(torch.cosine_similarity(change, kept, dim=0))
-    assert f"kept {share:.0%} of the fine-tune's change, with a cosine of {cosine:.2f} to it" in printed
-    assert f"({min(cosines):.2f} in the worst matrix" in printed
+    rounding = float((kept - change).norm() / change.norm())
+    assert f"kept {share:.0%} of the fine-tune's change, beside a rounding {rounding:.2f} times as large" in printed
+    assert f"(cosine {cosine:.2f}, in the worst matrix {min(cosines):.2f})" in printed
     assert cosine > 0.99 if kind == "F16" else 0.5 < cosine < 0.99
 
 

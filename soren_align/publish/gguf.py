@@ -5,12 +5,14 @@ with the format. This module finds them, names what the user needs next to it, a
 rounding leaves of the fine-tune.
 """
 
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from ..core.errors import UserError, in_one_line
 from ..core.files import rename_durably, write
+from ..core.silence import quiet_libraries
 from ..core.text import print_labelled
 from ..recipe import adapter_config
 from ..run.folder import RunFolder
@@ -44,9 +47,11 @@ class Survival:
     share: float
     """Of the change, along its direction: 1 if rounding favours none."""
     cosine: float
-    """Between the change and the one in the file: low where rounding is larger than training."""
+    """Between the change and the one in the file."""
     lowest: float
     """The cosine of the matrix where it is lowest."""
+    rounding: float
+    """The size of the rounding, as a multiple of the change."""
 
 
 def export(path: str, kind: str, output: str | None, console: Any) -> None:
@@ -95,7 +100,9 @@ def survival(file: Path, model: Path, start: Path) -> Survival:
     Raises UserError if transformers cannot read the file back, or if nothing changed.
     """
     try:
-        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+        # transformers' progress bar of reading GGUF has no switch.
+        with quiet_libraries(), redirect_stderr(io.StringIO()):
+            read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     except (ValueError, ImportError, NotImplementedError, KeyError) as error:
         raise UserError(f"{file}: transformers cannot read it back: {in_one_line(error)}") from None
     quantized, before = read.state_dict(), dict(_weights(start))
@@ -113,7 +120,8 @@ def survival(file: Path, model: Path, start: Path) -> Survival:
     if not products[1] > 0:
         raise UserError(f"{model}: no matrix differs from {start}, so there is no change to keep")
     both, change, kept = products.tolist()
-    return Survival(both / change, both / (change * kept) ** 0.5, lowest)
+    rounding = ((kept - 2 * both + change) / change) ** 0.5
+    return Survival(both / change, both / (change * kept) ** 0.5, lowest, rounding)
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,9 +137,10 @@ def _kept(file: Path, model: Path, start: Path | None) -> str:
     if find_spec("gguf") is None:
         return "not measured: reading the file back needs `pip install gguf`"
     found = survival(file, model, start)
+    times = f"{found.rounding:,.0f}" if found.rounding >= 10 else f"{found.rounding:.2f}"
     return (
-        f"{found.share:.0%} of the fine-tune's change, with a cosine of {found.cosine:.2f} to it"
-        f" ({found.lowest:.2f} in the worst matrix; 1.00 is a change without rounding)"
+        f"{found.share:.0%} of the fine-tune's change, beside a rounding {times} times"
+        f" as large (cosine {found.cosine:.2f}, in the worst matrix {found.lowest:.2f})"
     )
 
 

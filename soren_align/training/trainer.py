@@ -391,6 +391,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         return result
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        if not hasattr(dataset, "cache_files"):  # a stream, which TRL refuses
+            return super()._precompute_ref_logps(dataset, name, batch_size)
         # As TRL, which calls it when it is constructed, and reads and writes a cache beside the
         # tokens.
         # Once per run: hashing sharded weights is collective and reads all of them.
