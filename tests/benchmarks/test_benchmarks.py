@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmarks.__main__ import main
 from benchmarks.maps import errors, known_matrices
+from benchmarks.trl_tests import outcomes
 from soren_align.spectral import exact_sigmoid
 from soren_align.spectral.maps import sigmoid
 
@@ -53,3 +54,14 @@ def test_a_wrong_map_has_its_error():
         assert errors(exact_sigmoid, matrix, sigmoid)["max"] < 1e-6
         wrong = errors(lambda x: 1.25 * exact_sigmoid(x), matrix, sigmoid)
         assert wrong == pytest.approx({"max": 0.25, "mean": 0.25}, rel=1e-5)
+
+
+def test_the_outcomes_of_trls_tests_are_read(tmp_path):
+    ends = ["", '<failure message="ValueError: a&#10;b"/>', '<error message="no fixture"/>']
+    ends += ['<skipped message="needs a GPU"/>', '<skipped message="not run: []"/>']
+    cases = [f'<testcase classname="t" name="{i}">{end}</testcase>' for i, end in enumerate(ends)]
+    (tmp_path / "x.xml").write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+    assert [*outcomes(tmp_path / "x.xml").values()] == [
+        ("passes", ""), ("fails", "ValueError: a"), ("fails", "no fixture"),
+        ("skipped", "needs a GPU"), ("not run", "not run: []"),
+    ]  # fmt: skip
