@@ -32,7 +32,7 @@ Judge     eval       evaluate models beside the checkpoints they started from
           stats      compare anybody's evaluation results
           chat       talk to a model
 Look      show, runs, curves
-Share     merge, push
+Share     merge, export (to llama.cpp, Ollama), push
 Expert    spectrum, reshard, doctor, schema
 
 Examples  soren-align sft quickstart/sft

@@ -147,10 +147,10 @@ class Rendering:
         answers = [t for t in trained if t["role"] == "assistant" and t.get("weight", 1)]
         kinds = ["a part of earlier answers"] * (len(answers) - 1) + [CUT_ANSWER]
         # Not results of tools, which templates write as JSON.
-        asked = [turn for turn in self.turns if turn["role"] in ("system", "developer", "user")]
+        prompts = [turn for turn in self.turns if turn["role"] in ("system", "developer", "user")]
         named = [
             *zip(kinds, answers, strict=False),
-            *((f"a part of {turn['role']} turns", turn) for turn in asked),
+            *((f"a part of {turn['role']} turns", turn) for turn in prompts),
         ]
         cut = (kind for kind, turn in named if "".join(turn["content"].split()) not in text)
         return list(dict.fromkeys(cut))

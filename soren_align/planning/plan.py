@@ -89,8 +89,11 @@ def plan_training(
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     # Whether the evaluation after training could run: known now, not after hours.
     evaluation, more_notices, problems = _evaluation(recipe, inputs)
-    told = (few_steps(recipe, total, num_ranks), left_out(recipe, inputs.num_sequences, num_ranks))
-    notices = [*filter(None, told), *_notices(recipe, inputs, args, costs.failure)]
+    about_steps = (
+        few_steps(recipe, total, num_ranks),
+        left_out(recipe, inputs.num_sequences, num_ranks),
+    )
+    notices = [*filter(None, about_steps), *_notices(recipe, inputs, args, costs.failure)]
     plan = {
         "task": recipe.task,
         "model": {

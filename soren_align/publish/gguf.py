@@ -80,7 +80,7 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
             rename_durably(written, folder / name)
         write(folder / "Modelfile", _modelfile(name, model))
     print_labelled(console, "written", f"{folder}: {name}, Modelfile", wrap=False)
-    print_labelled(console, "kept", _kept(folder / name, model, start))
+    print_labelled(console, "kept", _survival_text(folder / name, model, start))
     own = Path(os.path.abspath(path)).name
     print_labelled(
         console,
@@ -112,16 +112,18 @@ def survival(file: Path, model: Path, start: Path) -> Survival:
         if weight.ndim < 2 or name not in before or name not in quantized:
             continue
         old = before[name].double()
-        change, kept = weight.double() - old, quantized[name].double() - old
-        own = torch.stack([(change * kept).sum(), change.square().sum(), kept.square().sum()])
+        change, remaining = weight.double() - old, quantized[name].double() - old
+        own = torch.stack(
+            [(change * remaining).sum(), change.square().sum(), remaining.square().sum()]
+        )
         if own[1] > 0:
             lowest = min(lowest, float(own[0] / (own[1] * own[2]).sqrt()))
             products += own
     if not products[1] > 0:
         raise UserError(f"{model}: no matrix differs from {start}, so there is no change to keep")
-    both, change, kept = products.tolist()
-    rounding = ((kept - 2 * both + change) / change) ** 0.5
-    return Survival(both / change, both / (change * kept) ** 0.5, lowest, rounding)
+    both, change, remaining = products.tolist()
+    rounding = ((remaining - 2 * both + change) / change) ** 0.5
+    return Survival(both / change, both / (change * remaining) ** 0.5, lowest, rounding)
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,16 +133,16 @@ def _weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _kept(file: Path, model: Path, start: Path | None) -> str:
+def _survival_text(file: Path, model: Path, start: Path | None) -> str:
     if start is None:
         return "not measured: this folder has no record of the weights that training started from"
     if find_spec("gguf") is None:
         return "not measured: reading the file back needs `pip install gguf`"
-    found = survival(file, model, start)
-    times = f"{found.rounding:,.0f}" if found.rounding >= 10 else f"{found.rounding:.2f}"
+    result = survival(file, model, start)
+    times = f"{result.rounding:,.0f}" if result.rounding >= 10 else f"{result.rounding:.2f}"
     return (
-        f"{found.share:.0%} of the fine-tune's change, beside a rounding {times} times"
-        f" as large (cosine {found.cosine:.2f}, in the worst matrix {found.lowest:.2f})"
+        f"{result.share:.0%} of the fine-tune's change, beside a rounding {times} times"
+        f" as large (cosine {result.cosine:.2f}, in the worst matrix {result.lowest:.2f})"
     )
 
 
@@ -148,11 +150,11 @@ def _tool(name: str) -> str:
     """The path of one of llama.cpp's programs: from $LLAMA_CPP, or on the PATH."""
     root = os.environ.get("LLAMA_CPP")
     places = [Path(root, name), Path(root, "build/bin", name)] if root else []
-    found = next((str(place) for place in places if place.is_file()), shutil.which(name))
-    if found is None:
+    place = next((str(place) for place in places if place.is_file()), shutil.which(name))
+    if place is None:
         remedy = REMEDY if name == CONVERTER else "build llama.cpp, or choose --quantize Q8_0"
         raise UserError(f"--to gguf needs {name} of llama.cpp, which is not here; {remedy}")
-    return found
+    return place
 
 
 def _run(command: list[str], model: Path) -> None:
@@ -164,7 +166,7 @@ def _run(command: list[str], model: Path) -> None:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise UserError(
             f"{model}: {Path(command[1 if command[0] == sys.executable else 0]).name} of llama.cpp"
-            f" failed: {in_one_line(lines[-1], 200)}; nothing was written"
+            f" failed: {lines[-1].strip()[:200]}; nothing was written"
         )
 
 

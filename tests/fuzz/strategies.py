@@ -56,15 +56,15 @@ def changed(draw, tree, most=3):
         other_parent, other_key = draw(st.sampled_from(places))
         match draw(st.sampled_from(["junk", "junk", "elsewhere", "removed", "added"])):
             case "junk":
-                parent[key] = draw(JUNK)
+                parent[key] = copy.deepcopy(draw(JUNK))  # which the next change may change
             case "elsewhere":  # a value that is right in another place
                 parent[key] = copy.deepcopy(other_parent[other_key])
             case "removed":
                 del parent[key]
             case "added" if isinstance(parent, dict):
-                parent[draw(st.sampled_from(WORDS) | st.just(other_key).map(str))] = draw(JUNK)
+                parent[draw(st.sampled_from(WORDS) | st.just(other_key).map(str))] = copy.deepcopy(draw(JUNK))
             case "added":
-                parent.insert(key, draw(JUNK))
+                parent.insert(key, copy.deepcopy(draw(JUNK)))
     return tree
 
 
