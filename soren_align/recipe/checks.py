@@ -292,10 +292,9 @@ def _check_optimizer(raw: _Raw) -> None:
     for rate, decay, default in defaults:
         key = "lr" if section.get(rate) is None else rate  # aux_lr is lr where it is not set
         factors = section.get(key), section.get(decay, default)
-        if (
-            all(isinstance(factor, int | float) for factor in factors)
-            and factors[0] * factors[1] >= 1
-        ):
+        # Not an integer of hundreds of digits, which is no float: the schema refuses it.
+        are_numbers = all(isinstance(f, int | float) and abs(f) < 1e100 for f in factors)
+        if are_numbers and factors[0] * factors[1] >= 1:
             product = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}"
             remedy = f"write a smaller learning rate or a smaller {decay}"
             raw.report(
