@@ -295,6 +295,12 @@ def test_an_edited_run_json_is_refused_until_its_hash_is_removed(finished):
     del edited["record_sha256"]
     file.write_text(json.dumps(edited))
     assert finished.read() == record | {"device": "an abacus"}
+    for task in (None, "sing", ["sft"]):
+        file.write_text(json.dumps(edited | {"task": task}))
+        with pytest.raises(
+            UserError, match=r"run\.json: task: .* instead of sft or dpo or pretrain; restore this file"
+        ):
+            finished.read()
 
 
 def test_a_recipe_yaml_of_another_version_is_one_sentence(finished):

@@ -7,8 +7,8 @@ import enum
 import functools
 import importlib.util
 import json
-import math
 import re
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -284,7 +284,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
         return f"found {value!r}; write {' or '.join(words)}{hint}"
     # A bool is an int to Python.
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        # Nor an integer that is no float; a comparison with NaN is false.
+        if not abs(value) <= sys.float_info.max:
             return f"found {value!r}; write a finite number"
         for limits, is_outside, words in _LIMITS:
             if key in limits and is_outside(value, limits[key]):

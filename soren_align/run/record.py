@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..core.files import CHANGED, digest, read_json
+from ..tasks import TASKS
 
 FORMAT_VERSION = 2
 EDITED = "restore this file, which was edited or written by another version of soren-align"
@@ -62,6 +63,8 @@ def read_record(file: Path) -> dict[str, Any]:
         )
     if (version := record.get("format_version")) != FORMAT_VERSION:
         raise UserError(f"{file}: format_version: {version} instead of {FORMAT_VERSION}; {EDITED}")
+    if (task := record.get("task", "sft")) not in [*TASKS]:  # a missing key is named elsewhere
+        raise UserError(f"{file}: task: {task!r} instead of {' or '.join(TASKS)}; {EDITED}")
     return record
 
 

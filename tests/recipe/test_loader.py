@@ -117,6 +117,8 @@ def test_overrides_are_typed_and_named_in_errors(write):
         recipe.load(write(GOOD), ["optimizer.lr=x"])
     with pytest.raises(UserError, match=r"optimizer.lr: found 10+; write a number"):  # an integer that is no float
         recipe.load(write(GOOD), ["optimizer.lr=1" + 400 * "0"])
+    with pytest.raises(UserError, match=r"trainer.max_steps: found 10+; write a finite number"):
+        recipe.load(write(GOOD), ["trainer.max_steps=1" + 400 * "0"])
     with pytest.raises(UserError, match=r"write --set section.key=value"):
         recipe.load(write(GOOD), ["optimizer.lr"])
     for value, message in (("a\nb", "the text has a line break"), ('"a\\nb"', r"found 'a\\nb', which has a line")):
