@@ -93,7 +93,7 @@ def plan_training(
         few_steps(recipe, total, num_ranks),
         left_out(recipe, inputs.num_sequences, num_ranks),
     )
-    notices = [*filter(None, about_steps), *_notices(recipe, inputs, args, costs.failure)]
+    notices = _notices(recipe, inputs, args, [*filter(None, about_steps)], costs.failure)
     plan = {
         "task": recipe.task,
         "model": {
@@ -400,8 +400,10 @@ def _files(
     return {"files": files, "disk": disk}
 
 
-def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> list[str]:
-    notices = [*inputs.notices]
+def _notices(
+    recipe: Recipe, inputs: Inputs, args: Any, about_steps: list[str], failure: str | None
+) -> list[str]:
+    notices = [*inputs.notices, *about_steps]
     if recipe.trainer.get("packing") and not inputs.account:
         notices.append(
             "trainer.packing makes fewer and longer sequences, so the number of steps is an upper"
