@@ -53,7 +53,7 @@ fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
 	FUZZ=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 tests/fuzz --hypothesis-seed=$(SEED)
 
-# 230 faults on runs of every kind: kills, full disks, flipped bits, lost ranks. After each the same command must end with
+# 292 faults on runs of every kind: kills, full disks, flipped bits, lost ranks. After each the same command must end with
 # the same bits. Half an hour on two quiet cores; `make soak SEED=7` again continues. The table: research/reliability.md.
 soak: SEED ?= $(shell date +%Y%m%d)
 soak: setup
