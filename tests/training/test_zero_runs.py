@@ -14,7 +14,7 @@ import torch
 from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun
-from tests.support.trainer_jobs import DPO, FREED, PACKED, PRETRAINED, RUNS, SOREN, STREAMED
+from tests.support.trainer_jobs import DPO, FREED, PACKED, PRETRAINED, RUNS, SOREN, STREAMED, UNEVEN
 from tests.support.trainer_parity import (
     assert_own_references,
     assert_resumed,
@@ -50,6 +50,7 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, run):
 @pytest.mark.parametrize(("name", "mode", "like"), [
     ("soren", "zero3-offload", SOREN), ("recomputed", "zero3", SOREN), ("precomputed", "zero3", DPO),
     ("packed", "zero3", PACKED), ("streamed", "zero2", STREAMED), ("pretrained", "zero2", PRETRAINED),
+    ("uneven", "zero2", UNEVEN),
 ])  # fmt: skip
 def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):
     same, task, overrides = like
