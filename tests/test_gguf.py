@@ -3,6 +3,7 @@
 The converter is a stand-in, which writes Llama's tensors by llama.cpp's own library, `gguf`.
 """
 
+import json
 import subprocess
 import sys
 
@@ -114,15 +115,28 @@ def test_the_files_and_the_next_commands(run, capsys, tmp_path):
     assert f"ollama create run -f {tmp_path}/out/Modelfile" in printed
 
 
+def test_a_template_without_system_turns_has_none_and_its_bos_is_left_to_ollama(run, capsys):
+    template = "{{ bos_token }}{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
+    template += "[{{ m.content }}]{% endfor %}"
+    (run / "model/chat_template.jinja").write_text(template)
+    config = json.loads((run / "model/tokenizer_config.json").read_text()) | {"bos_token": "<|endoftext|>"}
+    (run / "model/tokenizer_config.json").write_text(json.dumps(config))
+    (run.parent / "start/model.safetensors").unlink()  # the file is whole all the same
+    assert "kept not measured: " in written(run, "F16", capsys)
+    assert 'TEMPLATE """[{{ .Prompt }}]{{ .Response }}' in (run / "gguf/Modelfile").read_text()
+
+
 def test_a_merged_adapter_is_measured_against_its_base(run, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "soren_align.publish.gguf.adapter_config", lambda _: {"base_model_name_or_path": run.parent / "start"}
-    )
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(run.parent / "start")}
+    (run / "model/adapter_config.json").write_text(json.dumps(adapter))
+    (run / "model/adapter_model.safetensors").touch()
     with pytest.raises(UserError, match="trained an adapter; run `soren-align merge"):
         written(run, "F16", capsys)
     monkeypatch.setattr("soren_align.run.folder.RunFolder.is_merged", lambda _: True)
     (run / "model").rename(run / "merged")
     (run / "model").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run / "merged" / name).rename(run / "model" / name)
     assert "kept 100% of the fine-tune's change" in written(run, "F16", capsys)
 
 
@@ -139,6 +153,10 @@ def test_what_cannot_be_written_is_one_sentence_and_leaves_nothing(run, capsys, 
     done = subprocess.run([sys.executable, "-m", "soren_align", "export", str(run)], capture_output=True, text=True)
     assert done.returncode == 2
     assert "needs convert_hf_to_gguf.py of llama.cpp, which is not here; clone llama.cpp" in done.stderr
+    (run / "model/tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
+    monkeypatch.setenv("LLAMA_CPP", str(run.parent / "llama.cpp"))
+    with pytest.raises(UserError, match=r"tokenizer_config.json: names code of the model \(auto_map\)"):
+        written(run, "F16", capsys)
     record_run(run, run.parent / "start", status="training")
     monkeypatch.setenv("LLAMA_CPP", str(run.parent / "llama.cpp"))
     with pytest.raises(UserError, match="run: "):

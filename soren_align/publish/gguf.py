@@ -11,8 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,15 +19,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils.hub import cached_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..core.errors import UserError, in_one_line
-from ..core.files import rename_durably, write
+from ..core.files import read_json, rename_durably, write
 from ..core.silence import quiet_libraries
 from ..core.text import print_labelled
-from ..recipe import adapter_config
+from ..data.rendering import template_errors
+from ..evaluate.run.backends import base_folder
+from ..evaluate.run.lineage import lineage, run_of
 from ..run.folder import RunFolder
+from ..run.weights import load_config, load_tokenizer
 from ..training.checkpoints import write_errors
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
@@ -64,7 +65,9 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
     script = _tool(CONVERTER)
     quantizer = None if kind in DIRECT else _tool(QUANTIZER)
     model, start = _model_and_start(path)
-    name = f"{Path(os.path.abspath(path)).name}-{kind}.gguf"
+    _refuse_code(model)
+    own = Path(os.path.abspath(path)).name
+    name = f"{own}-{kind}.gguf"
     folder = Path(output) if output else Path(path) / "gguf"
     remedy = "Free space on this disk, then rerun the command"
     with write_errors(folder, remedy), console.status(f"Writing {name}"):
@@ -81,7 +84,6 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
         write(folder / "Modelfile", _modelfile(name, model))
     print_labelled(console, "written", f"{folder}: {name}, Modelfile", wrap=False)
     print_labelled(console, "kept", _survival_text(folder / name, model, start))
-    own = Path(os.path.abspath(path)).name
     print_labelled(
         console,
         "next",
@@ -104,15 +106,15 @@ def survival(file: Path, model: Path, start: Path) -> Survival:
         with quiet_libraries(), redirect_stderr(io.StringIO()):
             read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     except (ValueError, ImportError, NotImplementedError, KeyError) as error:
-        raise UserError(f"{file}: transformers cannot read it back: {in_one_line(error)}") from None
-    quantized, before = read.state_dict(), dict(_weights(start))
+        raise UserError(f"transformers cannot read it back: {in_one_line(error)}") from None
+    quantized, before, after = read.state_dict(), _places(start), _places(model)
     products = torch.zeros(3, dtype=torch.float64)  # change and file's, change's, file's
     lowest = 1.0
-    for name, weight in _weights(model):
-        if weight.ndim < 2 or name not in before or name not in quantized:
+    for name in sorted(after.keys() & before.keys() & quantized.keys()):
+        if quantized[name].ndim < 2:
             continue
-        old = before[name].double()
-        change, remaining = weight.double() - old, quantized[name].double() - old
+        old = _weight(name, before)
+        change, remaining = _weight(name, after) - old, quantized[name].double() - old
         own = torch.stack(
             [(change * remaining).sum(), change.square().sum(), remaining.square().sum()]
         )
@@ -120,25 +122,35 @@ def survival(file: Path, model: Path, start: Path) -> Survival:
             lowest = min(lowest, float(own[0] / (own[1] * own[2]).sqrt()))
             products += own
     if not products[1] > 0:
-        raise UserError(f"{model}: no matrix differs from {start}, so there is no change to keep")
+        raise UserError(f"no matrix of {model} differs from {start}")
     both, change, remaining = products.tolist()
     rounding = ((remaining - 2 * both + change) / change) ** 0.5
     return Survival(both / change, both / (change * remaining) ** 0.5, lowest, rounding)
 
 
-def _weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _places(folder: Path) -> dict[str, Path]:
+    """The file of each weight."""
+    places = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                yield name, opened.get_tensor(name)
+            places |= dict.fromkeys(opened.keys(), file)
+    return places
+
+
+def _weight(name: str, places: dict[str, Path]) -> torch.Tensor:
+    with safe_open(places[name], "pt") as opened:
+        return opened.get_tensor(name).double()
 
 
 def _survival_text(file: Path, model: Path, start: Path | None) -> str:
     if start is None:
-        return "not measured: this folder has no record of the weights that training started from"
+        return "not measured: the weights that training started from are not known, or not here"
     if find_spec("gguf") is None:
         return "not measured: reading the file back needs `pip install gguf`"
-    result = survival(file, model, start)
+    try:
+        result = survival(file, model, start)
+    except UserError as error:  # the file is whole all the same
+        return f"not measured: {error}"
     times = f"{result.rounding:,.0f}" if result.rounding >= 10 else f"{result.rounding:.2f}"
     return (
         f"{result.share:.0%} of the fine-tune's change, beside a rounding {times} times"
@@ -157,6 +169,18 @@ def _tool(name: str) -> str:
     return place
 
 
+def _refuse_code(model: Path) -> None:
+    """Raise UserError if a model names code of its own: the converter would run it."""
+    load_config(str(model))
+    for file in model.glob("*config.json"):
+        content = read_json(file)
+        if isinstance(content, dict) and "auto_map" in content:
+            raise UserError(
+                f"{file}: names code of the model (auto_map), which llama.cpp's converter would"
+                " run; read that code, and convert the model by hand if you trust it"
+            )
+
+
 def _run(command: list[str], model: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -171,36 +195,40 @@ def _run(command: list[str], model: Path) -> None:
 
 
 def _model_and_start(path: str) -> tuple[Path, Path | None]:
-    """The folder of a whole model, and that of the weights before training, if it is a run's."""
-    if (Path(path) / "config.json").is_file():
-        return Path(path), None
-    run = RunFolder(path)
-    if run.record()["status"] not in ("trained", "finished") or not run.model.is_dir():
+    """The folder of a whole model, and that of the weights before its training, if it is there."""
+    *before, (_, model) = lineage(path)
+    start = before[-1][1] if before else None
+    run = RunFolder(model.parent)
+    if run_of(model) and run.record()["status"] not in ("trained", "finished"):
         raise UserError(f"{run}: {run.why_no_model()}")
-    model, start = run.model, str(run.record()["start"]["path"])
-    if config := adapter_config(run.model):
-        if not run.is_merged():
-            raise UserError(
-                f"{run}: trained an adapter; run `soren-align merge {run}`, then this command again"
-            )
-        model, start = run.merged, str(config["base_model_name_or_path"])
-    if not Path(start).is_dir():  # on the hub: what training has downloaded
-        start = str(Path(cached_file(start, "config.json")).parent)  # pyright: ignore
-    return model, Path(start)
+    if (base := base_folder(model)) is None:
+        return model, start
+    if not (run_of(model) and run.is_merged()):
+        raise UserError(
+            f"{run}: trained an adapter; run `soren-align merge {run}`, then this command again"
+        )
+    return run.merged, base
 
 
 def _modelfile(name: str, model: Path) -> str:
     """Ollama's: the model's own chat template for one question, in the words of Go's templates."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = load_tokenizer(str(model))
     lines = [f"FROM ./{name}"]
+
+    def rendered(*turns: tuple[str, str]) -> str:
+        with template_errors(f"{model}: the chat template"):
+            text = tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in turns],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        return text.removeprefix(tokenizer.bos_token or "")  # which Ollama puts before all texts
+
     if tokenizer.chat_template:
-        question = {"role": "user", "content": "{{ .Prompt }}"}
-        system = {"role": "system", "content": "{{ .System }}"}
-        plain, with_system = (
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            for turns in ([question], [system, question])
-        )
-        text = f"{{{{ if .System }}}}{with_system}{{{{ else }}}}{plain}{{{{ end }}}}"
+        text = rendered(("user", "{{ .Prompt }}"))
+        with suppress(UserError):  # such as Gemma's, which has no system turn
+            system = rendered(("system", "{{ .System }}"), ("user", "{{ .Prompt }}"))
+            text = f"{{{{ if .System }}}}{system}{{{{ else }}}}{text}{{{{ end }}}}"
         lines.append(f'TEMPLATE """{text}{{{{ .Response }}}}{tokenizer.eos_token or ""}"""')
     ends = GenerationConfig.from_pretrained(model).eos_token_id
     for end in ends if isinstance(ends, list) else [ends]:
