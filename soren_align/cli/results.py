@@ -1,4 +1,4 @@
-"""The commands for results: `stats`, `show`, `runs`, `curves`, `merge` and `push`."""
+"""The commands for results: `stats`, `show`, `runs`, `curves`, `merge`, `export` and `push`."""
 
 from typing import Annotated, Literal
 

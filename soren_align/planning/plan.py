@@ -89,11 +89,11 @@ def plan_training(
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     # Whether the evaluation after training could run: known now, not after hours.
     evaluation, more_notices, problems = _evaluation(recipe, inputs)
-    about_steps = (
+    about_steps = [
         few_steps(recipe, total, num_ranks),
         left_out(recipe, inputs.num_sequences, num_ranks),
-    )
-    notices = _notices(recipe, inputs, args, [*filter(None, about_steps)], costs.failure)
+    ]
+    notices = _notices(recipe, inputs, args, about_steps, costs.failure)
     plan = {
         "task": recipe.task,
         "model": {
@@ -401,9 +401,9 @@ def _files(
 
 
 def _notices(
-    recipe: Recipe, inputs: Inputs, args: Any, about_steps: list[str], failure: str | None
+    recipe: Recipe, inputs: Inputs, args: Any, about_steps: list[str | None], failure: str | None
 ) -> list[str]:
-    notices = [*inputs.notices, *about_steps]
+    notices = [*inputs.notices, *filter(None, about_steps)]
     if recipe.trainer.get("packing") and not inputs.account:
         notices.append(
             "trainer.packing makes fewer and longer sequences, so the number of steps is an upper"

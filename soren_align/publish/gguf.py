@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..core.errors import UserError, in_one_line
-from ..core.files import read_json, rename_durably, write
+from ..core.files import local_path, read_json, rename_durably, write
 from ..core.silence import quiet_libraries
 from ..core.text import print_labelled
 from ..data.rendering import template_errors
@@ -70,7 +70,10 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
     name = f"{own}-{kind}.gguf"
     folder = Path(output) if output else Path(path) / "gguf"
     remedy = "Free space on this disk, then rerun the command"
-    with write_errors(folder, remedy), console.status(f"Writing {name}"):
+    run = run_of(local_path(path))
+    # As a push: where no lock can be written, no training can write either.
+    locked = RunFolder(run).locked() if run and os.access(run, os.W_OK) else nullcontext()
+    with locked, write_errors(folder, remedy), console.status(f"Writing {name}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
             written = Path(scratch) / "model.gguf"

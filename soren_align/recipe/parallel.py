@@ -353,8 +353,8 @@ def left_out(recipe: Recipe, num_examples: int, num_ranks: int) -> str | None:
     if not number or not drops_last(recipe, num_ranks):
         return None
     return (
-        f"each epoch leaves out {number} of {num_examples:,} {batch_unit(recipe)}, others each time,"
-        f" which fill no batch of {round_size} on {num_ranks} process{'es' * (num_ranks > 1)}"
+        f"each epoch leaves out {number} of {num_examples:,} {batch_unit(recipe)}, others each"
+        f" time, which fill no batch of {round_size} on {num_ranks} process{'es' * (num_ranks > 1)}"
     )
 
 

@@ -13,7 +13,7 @@ from ..core.errors import UserError
 from ..core.files import file_sha256
 from ..core.text import count, print_labelled
 from ..optim import route, routing_table, share_notices, spectral_share
-from ..recipe import Recipe, batch_unit, global_batch, recipe_hash
+from ..recipe import Recipe, batch_unit, global_batch, left_out, recipe_hash
 from ..recipe.perplexities import describe_published, load_perplexities
 from ..run import record
 from ..run.folder import RunFolder, read_metrics
@@ -89,7 +89,10 @@ def report_setup(
     )
 
     # Print the notices first: they are what a user may want to act on.
-    for notice in (*setup.notices, *share_notices(recipe.optimizer.name, routing)):
+    num_sequences = setup.packing.num_sequences if setup.packing else setup.account.num_kept
+    unused = None if setup.stream else left_out(recipe, num_sequences, ranks.num_ranks)
+    notices = [*setup.notices, *share_notices(recipe.optimizer.name, routing)]
+    for notice in [unused, *notices] if unused else notices:
         print_labelled(console, "notice", notice)
     print_labelled(console, "data", *_data_lines(setup))
     print_labelled(console, "model", *_model_lines(setup, earlier, quantization))

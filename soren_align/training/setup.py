@@ -26,7 +26,6 @@ from ..recipe.parallel import (
     accumulation,
     batch_unit,
     drops_last,
-    left_out,
     parallel,
     trainer_value,
 )
@@ -155,10 +154,7 @@ def set_up_training(
         prompts = read_prompts(recipe.run.samples, tokenizer, has_turns, positions)
 
     setup = replace(setup, account=account, packing=packing, held_out=held_out, prompts=prompts)
-    num_sequences = packing.num_sequences if packing else account.num_kept
-    dropped = None if stream else left_out(recipe, num_sequences, ranks.num_ranks)
     notices = [
-        *([dropped] if dropped else []),
         *splits.train.notices,
         *(splits.eval.notices if splits.eval else ()),
         *template_notices,
@@ -230,8 +226,8 @@ def _count_training(
         if recipe.trainer.get(key := "dataloader_drop_last"):
             start, remedy = f"trainer.{key}: would drop all data, as ", "remove this key, or"
         raise UserError(
-            f"{start}{num_examples} {batch_unit(recipe)} are less than one batch of {micro_batch} in"
-            f" {num_ranks} process{'es' * (num_ranks > 1)}; {remedy} lower"
+            f"{start}{num_examples} {batch_unit(recipe)} are less than one batch of {micro_batch}"
+            f" in {num_ranks} process{'es' * (num_ranks > 1)}; {remedy} lower"
             " trainer.per_device_train_batch_size"
         )
     return counts, packing

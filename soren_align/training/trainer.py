@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
@@ -218,10 +218,13 @@ class SorenTrainerMixin(Trainer):
         """TRL's; on several ranks, examples without labels fill an epoch's last batches."""
         loader: Any = super().get_train_dataloader()
         columns = {*(getattr(loader.dataset, "column_names", None) or ())}
+        number = len(loader.dataset) if has_length(loader.dataset) else 0  # of a stream
         round_size = self.args.train_batch_size * self.ranks.num_ranks
+        fillers = range(number, number + -number % round_size)
         # Not where a loss is the mean over a rank's own tokens, of which a filler has none.
         if (
-            self.ranks.num_ranks == 1
+            not fillers
+            or self.ranks.num_ranks == 1
             or not {"labels"} <= columns <= {"input_ids", "labels", "seq_lengths"}
             or not (self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices)
             or isinstance(self.train_sampler, BatchRebalanceSampler)  # which has its own ranks
@@ -230,9 +233,7 @@ class SorenTrainerMixin(Trainer):
             return loader
         # accelerate would repeat the first examples of the epoch, and the last step would not be
         # that of one process: weights differed by 3.9e-3, as much as by a whole step.
-        number = len(loader.dataset)
-        fillers = range(number, number + -number % round_size)
-        # torch refuses to assign it
+        # By `vars`, because torch refuses to assign it.
         vars(loader.base_dataloader)["dataset"] = filled(loader.dataset, len(fillers))
         batches = loader.batch_sampler.batch_sampler  # accelerate gives each rank some of these
         batches.sampler = FilledSampler(batches.sampler, fillers)
@@ -373,8 +374,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         """TRL's; on several ranks without an epoch's last pairs, if they fill no batch of all."""
         own = self.args.dataloader_drop_last
         # For the training examples alone: held-out pairs are read with the same arguments.
-        has_length = hasattr(self.train_dataset, "__len__")
-        self.args.dataloader_drop_last = own or (self.ranks.num_ranks > 1 and has_length)
+        is_uneven = self.ranks.num_ranks > 1 and has_length(self.train_dataset)
+        self.args.dataloader_drop_last = own or is_uneven
         try:
             return super().get_train_dataloader()
         finally:

@@ -34,8 +34,10 @@ OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
 PLAIN = ("arrow", "csv", "json", "parquet", "text")
 """Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some
 versions."""
-KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
-KEYWORDS |= {"keep_in_memory"}
+KEYWORDS = {
+    *("data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"),
+    "keep_in_memory",
+}
 """Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of
 trust_remote_code."""
 REMEDY = (
