@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from soren_align.core.errors import UserError
 from soren_align.publish.gguf import export
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support.run_folders import record_run
 from tests.support.tiny_models import make_reader
@@ -115,15 +116,19 @@ def test_the_files_and_the_next_commands(run, capsys, tmp_path):
     assert f"ollama create run -f {tmp_path}/out/Modelfile" in printed
 
 
-def test_a_template_without_system_turns_has_none_and_its_bos_is_left_to_ollama(run, capsys):
-    template = "{{ bos_token }}{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
-    template += "[{{ m.content }}]{% endfor %}"
-    (run / "model/chat_template.jinja").write_text(template)
-    config = json.loads((run / "model/tokenizer_config.json").read_text()) | {"bos_token": "<|endoftext|>"}
-    (run / "model/tokenizer_config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_template_without_system_turns_has_none_and_one_bos(run, capsys, adds_bos):
+    tokenizer = AutoTokenizer.from_pretrained(run / "model", bos_token="<|endoftext|>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    tokenizer.chat_template += "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    if adds_bos:
+        known = [("<|endoftext|>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=known)
+    tokenizer.save_pretrained(run / "model")
     (run.parent / "start/model.safetensors").unlink()  # the file is whole all the same
     assert "kept not measured: " in written(run, "F16", capsys)
-    assert 'TEMPLATE """[{{ .Prompt }}]{{ .Response }}' in (run / "gguf/Modelfile").read_text()
+    start = "" if adds_bos else "<|endoftext|>"
+    assert f'TEMPLATE """{start}[{{{{ .Prompt }}}}]{{{{ .Response }}}}' in (run / "gguf/Modelfile").read_text()
 
 
 def test_a_merged_adapter_is_measured_against_its_base(run, capsys, monkeypatch):

@@ -89,7 +89,7 @@ def filtered(dataset: Any, is_kept: Callable[[Any], bool]) -> Any:
     return dataset if len(indices) == len(dataset) else dataset.select(indices)
 
 
-def filled(dataset: Dataset, number: int) -> Dataset:
+def filled(dataset: Any, number: int) -> Dataset:
     """The tokenized examples, and behind them `number` short ones without a label."""
     filler = {"input_ids": dataset[0]["input_ids"][:2], "labels": [-100, -100], "seq_lengths": [2]}
     columns = {name: [filler[name]] * number for name in dataset.column_names}

@@ -217,6 +217,10 @@ def _modelfile(name: str, model: Path) -> str:
     """Ollama's: the model's own chat template for one question, in the words of Go's templates."""
     tokenizer: Any = load_tokenizer(str(model))
     lines = [f"FROM ./{name}"]
+    # What the tokenizer puts before every text, so will the programs that read the file; SmolLM2's
+    # BOS begins a turn, and no text.
+    adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    own_start = tokenizer.bos_token if adds_bos else ""
 
     def rendered(*turns: tuple[str, str]) -> str:
         with template_errors(f"{model}: the chat template"):
@@ -225,7 +229,7 @@ def _modelfile(name: str, model: Path) -> str:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        return text.removeprefix(tokenizer.bos_token or "")  # which Ollama puts before all texts
+        return text.removeprefix(own_start)
 
     if tokenizer.chat_template:
         text = rendered(("user", "{{ .Prompt }}"))

@@ -217,8 +217,9 @@ class SorenTrainerMixin(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """TRL's; on several ranks, examples without labels fill an epoch's last batches."""
         loader: Any = super().get_train_dataloader()
-        columns = {*(getattr(loader.dataset, "column_names", None) or ())}
-        number = len(loader.dataset) if has_length(loader.dataset) else 0  # of a stream
+        dataset: Any = loader.dataset
+        number = len(dataset) if has_length(dataset) else 0  # of a stream
+        columns = {*(getattr(dataset, "column_names", None) or ())}
         round_size = self.args.train_batch_size * self.ranks.num_ranks
         fillers = range(number, number + -number % round_size)
         # Not where a loss is the mean over a rank's own tokens, of which a filler has none.
@@ -234,7 +235,7 @@ class SorenTrainerMixin(Trainer):
         # accelerate would repeat the first examples of the epoch, and the last step would not be
         # that of one process: weights differed by 3.9e-3, as much as by a whole step.
         # By `vars`, because torch refuses to assign it.
-        vars(loader.base_dataloader)["dataset"] = filled(loader.dataset, len(fillers))
+        vars(loader.base_dataloader)["dataset"] = filled(dataset, len(fillers))
         batches = loader.batch_sampler.batch_sampler  # accelerate gives each rank some of these
         batches.sampler = FilledSampler(batches.sampler, fillers)
         return loader
