@@ -25,7 +25,7 @@ from torch import Tensor
 
 from research.recorded import ADAMW as ADAMW_UPDATES
 from research.recorded import recorded_spectra
-from soren_align.core.figures import DARK, FONT, LIGHT, Colors, compact, style_axes
+from soren_align.core.figures import DARK, FONT, LIGHT, LINES, Colors, compact, style_axes
 from soren_align.core.text import Table
 from soren_align.spectral import minimax_sigmoid, newton_schulz, released_sigmoid
 
@@ -39,8 +39,8 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "Muon": newton_schulz,
     RELEASED: released_sigmoid,
 }
-STYLES = {MOMENTUM: (None, ":"), ADAMW: (1, (0, (5, 2))), RELEASED: (3, (0, (6, 2, 1.2, 2))),
-          "Muon": (2, (0, (3, 1.5))), "Soren": (0, "-")}  # fmt: skip
+STYLES = {MOMENTUM: (None, ":"), ADAMW: (LINES["adamw"], (0, (5, 2))), RELEASED: (4, (0, (6, 2, 1.2, 2))),
+          "Muon": (LINES["muon"], (0, (3, 1.5))), "Soren": (LINES["soren"], "-")}  # fmt: skip
 """In the order of drawing: the number of a line's colour in figures.Colors (None: muted), and its
 dashes."""
 

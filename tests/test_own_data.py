@@ -185,7 +185,8 @@ def new(tmp_path, data, *options):
     (FAQ + SAME, {"trained": 34}, 34),  # one answer, but the questions differ in one place
     (LABELS, {"trained": 40, "held-out": 20}, 40),
     (NAMES, {"trained": 26, "held-out": 14, "choice": 14}, 26),
-], ids=["FAQ", "variants", "template", "labels", "extraction"])  # fmt: skip
+    ([(f"Order {i}: {i} mugs.", f'{{"count": {i}}}') for i in range(40)], {"trained": 26, "held-out": 14, "choice": 14}, 26),
+], ids=["FAQ", "variants", "template", "labels", "extraction", "JSON"])  # fmt: skip
 def test_the_test_follows_from_what_the_file_is(tmp_path, rows, sizes, num_trained):
     write_csv(tmp_path / "my.csv", ["question", "answer"], rows)
     columns, examples, _ = new(tmp_path, "my.csv")
@@ -263,7 +264,20 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
     columns, examples, _ = new(tmp_path, "chats.jsonl")
     assert examples == CHATS
-    assert columns == {"trained": [{"question": q, "answer": a} for q, a in FAQ[::2]]}
+    assert columns == {"trained": [{"question": q, "answer": a} for q, a in FAQ]}
+    shutil.rmtree(tmp_path / "mine")
+    system = {"from": "system", "value": "You sell lamps."}
+    theirs = [{"conversations": [system] * (i % 2) + [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
+              for i, (q, a) in enumerate(FAQ)]  # fmt: skip
+    (tmp_path / "theirs.json").write_text(json.dumps(theirs))
+    asked = new(tmp_path, "theirs.json")[0]["trained"]
+    systems = ["You sell lamps." * (i % 2) for i in range(len(FAQ))]
+    assert asked == [{"question": q, "answer": a, "system": s} for (q, a), s in zip(FAQ, systems, strict=True)]
+    (task,) = load_tasks(load_suite(tmp_path / "mine/questions")).values()
+    prompts = [json.loads(task.fewshot_context(doc, 0, apply_chat_template=True, chat_template=messages))
+               for doc in task.test_docs()]  # fmt: skip
+    assert prompts == [[{"role": "system", "content": s}] * bool(s) + [{"role": "user", "content": q}]
+                       for (q, _), s in zip(FAQ, systems, strict=True)]  # fmt: skip
     shutil.rmtree(tmp_path / "mine")
     rows = [(prompt, f"Sorry, {i}.", "So what.") for i, (prompt, _) in enumerate(FAQ)]
     write_csv(
@@ -281,10 +295,15 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     assert len(load_split(split(tmp_path / "mine/pairs.jsonl"), "dpo").dataset) == 20
 
 
+def messages(turns, add_generation_prompt=True):
+    """A chat template that shows what a model is asked."""
+    return json.dumps(turns)
+
+
 @pytest.mark.parametrize(("record", "message"), [
     ({"messages": ["Hi"]}, "record 1, 'messages': is no list of turns; write"),
     ({"messages": None}, "record 1, 'messages': is no list of turns; write"),
-    ({"messages": [{"role": "user", "content": "Hi"}]}, "no conversation is one question and its answer"),
+    ({"messages": [{"role": "user", "content": "Hi"}]}, "no conversation begins with a question and its answer"),
     ({"prompt": "Hi", "chosen": [{"content": "a"}] * 3, "rejected": "b"}, "record 1, 'chosen': is no text, nor one"),
     ({"question": {}, "answer": "a"}, "record 1, 'question': is no text, nor one question and its answer"),
     (None, "my.jsonl: is empty; name a file"),
@@ -310,11 +329,16 @@ def test_a_spreadsheet_is_read_and_a_damaged_one_or_two_sheets_are_refused(tmp_p
         book.active.append(row)
     book.save(tmp_path / "my.xlsx")
     assert len(new(tmp_path, "my.xlsx")[1]) == 30
-    book.create_sheet("old").append(("a",))
+    book.create_sheet("Notes").append(("a",))
+    book.save(tmp_path / "noted.xlsx")
+    shutil.rmtree(tmp_path / "mine")
+    assert "read sheet 'Sheet'; not read: Notes" in new(tmp_path, "noted.xlsx")[2]
+    for i in range(30):
+        book["Notes"].append((i,))
     book.save(tmp_path / "two.xlsx")
     (tmp_path / "broken.xlsx").write_bytes((tmp_path / "my.xlsx").read_bytes()[:999])
     for name, message in (
-        ("two", "has 2 sheets with rows: Sheet, old"),
+        ("two", "has 2 sheets with rows: Sheet, Notes"),
         ("broken", "is no spreadsheet that can be read"),
     ):
         refused = command.run("new", name, "--data", f"{name}.xlsx", cwd=tmp_path, code=2)

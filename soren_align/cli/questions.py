@@ -57,14 +57,16 @@ class OwnData:
     pairs: list[Pair] = field(default_factory=list)
     """Distinct questions with their answers."""
     chats: list[Record] = field(default_factory=list)
-    """All conversations, as they stand in the file; then `pairs` are those of one question."""
+    """All conversations, as they stand in the file; then `pairs` are their first questions."""
+    systems: dict[str, str] = field(default_factory=dict)
+    """The system prompt of each question of `pairs`, if conversations have any."""
     rejected: dict[str, list[Pair]] = field(default_factory=dict)
     """Preferred and rejected answers by prompt; then `pairs` are prompts and preferred answers."""
     notices: list[str] = field(default_factory=list)
 
 
 def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
-    """Return what a .csv, .xlsx or .jsonl file has.
+    """Return what a .csv, .xlsx, .jsonl or .json file has.
     Raises UserError if it cannot be read, or has too little.
     """
     # Here: `show` and `runs` need no recipes.
@@ -74,14 +76,21 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         data_files,
         first_records,
         question_columns,
+        spreadsheet,
     )
 
-    name, file = next(iter(data_files(data, (".csv", ".jsonl", SPREADSHEET)).items()))
+    name, file = next(iter(data_files(data, (".csv", ".jsonl", ".json", SPREADSHEET)).items()))
     if not file.stat().st_size:
         raise UserError(f"{name}: is empty; name a file with questions and answers")
-    if not (rows := first_records(name, file, {}, MAX_ROWS, is_whole=True)):
+    sheets = ""
+    if file.suffix == SPREADSHEET:
+        rows, sheets = spreadsheet(name, file, MIN_EXAMPLES)
+    else:
+        rows = first_records(name, file, {}, MAX_ROWS, is_whole=True)
+    if not rows:
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     rows, notices = _decoded(data, rows)
+    notices += [sheets] * bool(sheets)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in ("messages", "conversations"):
         if column in columns and question is None:
@@ -123,7 +132,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         )
     ignored = [column for column in columns if column not in (*keys, context)]
     read_as += f"; not read: {', '.join(ignored)}" if ignored else ""
-    own = OwnData(name, read_as, [*pairs.items()], [], dict(by_prompt), notices)
+    own = OwnData(name, read_as, [*pairs.items()], rejected=dict(by_prompt), notices=notices)
     _refuse_few(
         data, len(by_prompt) if chosen else len(pairs), "prompts" if chosen else "questions"
     )
@@ -177,8 +186,12 @@ def _refuse_few(data: str, num: int, noun: str) -> None:
 
 
 def _conversations(data: str, rows: list[Record], column: str) -> OwnData:
-    """Return conversations; the test asks those of one question and one answer."""
+    """Return conversations; the test asks their first questions, after their system prompt.
+
+    Later turns answer what was said before, which a question alone does not have.
+    """
     pairs: dict[str, str] = {}
+    systems: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
         turns = row.get(column)
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -193,22 +206,31 @@ def _conversations(data: str, rows: list[Record], column: str) -> OwnData:
             for key, other in TURN_KEY_ALIASES.items()
         )
         speakers = [ROLE_ALIASES.get(str(role).lower(), role) for role in roles]
-        if speakers == ["user", "assistant"] and all(isinstance(text, str) for text in texts):
-            pairs.setdefault(texts[0].strip(), texts[1].strip())
+        first = int(speakers[:1] == ["system"])
+        spoken = texts[: first + 2]
+        if speakers[first : first + 2] != ["user", "assistant"]:
+            continue
+        if all(isinstance(text, str) and text.strip() for text in spoken):
+            *system, question, answer = (text.strip() for text in spoken)
+            if question not in pairs:
+                pairs[question], systems[question] = answer, "".join(system)
     _refuse_few(data, len(rows), "conversations")
     if not pairs:
         raise UserError(
-            f"--data: {data}: no conversation is one question and its answer, which the test could"
-            " ask; write questions of your own: `soren-align new FOLDER` shows how"
+            f"--data: {data}: no conversation begins with a question and its answer as texts, which"
+            " the test could ask; write questions of your own: `soren-align new FOLDER` shows how"
         )
-    read_as = f"conversations in '{column}'; the test asks those of one question and one answer"
-    return OwnData(data, read_as, [*pairs.items()], chats=rows)
+    read_as = f"conversations in '{column}'; the test asks the first question of a conversation"
+    systems = systems if any(systems.values()) else {}
+    return OwnData(data, read_as, [*pairs.items()], chats=rows, systems=systems)
 
 
 def kind_of(pairs: Sequence[Pair]) -> tuple[Kind, str]:
     """Return what question-answer pairs are, and by what it is seen."""
     if _are_labels(pairs):
         return "behaviour", "most answers are labels, which many questions have"
+    if sum(reply.lstrip().startswith(("{", "[{")) for _, reply in pairs) >= len(pairs) / 2:
+        return "behaviour", "most answers are JSON, as of an extraction"
     copied = sum(
         len({*_words(reply)} & {*_words(prompt)}) >= MIN_COPIED * len({*_words(reply)}) > 0
         for prompt, reply in pairs
@@ -239,6 +261,8 @@ def write_questions(
     # A fixed seed: the same file gives the same folder.
     draw = random.Random(0)
     train, columns, notices = _divide(own, kind, draw)
+    for record in columns["trained"] if own.systems else ():
+        record["system"] = own.systems[record["question"]]
     waiting: dict[str, list[Record]] = {}
     if kind == "facts" and not own.rejected and "rephrased" not in columns:
         records = _rewordings(own, columns["trained"][:ENOUGH], rephrase)
@@ -288,6 +312,8 @@ def write_questions(
     num = longest // (2 if is_pretrained else 1) + 32
     file = questions / "trained.yaml"
     text = file.read_text(encoding="utf-8").replace("max_gen_toks: 200", f"max_gen_toks: {num}")
+    if own.systems:
+        text += 'description: "{{system}}"   # the system prompt\n'
     file.write_text(text, encoding="utf-8")
     lines.append(f"questions/: {', '.join(f'{column} {num}' for column, num in sizes.items())}")
     notices += [

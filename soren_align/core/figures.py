@@ -1,8 +1,9 @@
 """Colours, line styles and axes of all figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,17 @@ DASHES = (
     (0, (2, 2)),
 )
 MARKERS = "osD^vP*Xph<>"
+
+
+LINES = {"adamw": 0, "muon": 1, "htmuon": 2, "soren": 3}
+"""The optimizers' own lines, in every picture."""
+
+
+def line_numbers(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of each name's line: an optimizer's own, or the next free one."""
+    names = [*names]
+    free = (number for number in count() if number not in {LINES.get(name) for name in names})
+    return {name: LINES[name] if name in LINES else next(free) for name in names}
 
 
 def line_style(number: int, colors: Colors = LIGHT) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 from ..core.errors import MissingError, UserError, did_you_mean, in_one_line
 from ..core.files import resolve_path
@@ -319,8 +319,6 @@ def first_records(
     num_lines = min(limit, most) if isinstance(limit, int) else most
     try:
         with file.open("rb") as stream:
-            if file.suffix == SPREADSHEET:
-                return _spreadsheet(name, stream)
             if stream.read(4) == b"PK\3\4":  # a zip archive
                 raise UserError(
                     f"{name}: is no text, but perhaps a spreadsheet; rename the file to"
@@ -328,6 +326,8 @@ def first_records(
                 )
             stream.seek(0)
             refuse_wide_characters(name, stream.read(4))
+            if file.suffix == ".json" and is_whole:
+                return _array(name, file)
             if file.suffix == ".csv":
                 return _first_rows(name, file, num_lines, is_whole)
             stream.seek(0)
@@ -354,8 +354,23 @@ def first_records(
     return records
 
 
-def _spreadsheet(name: str, stream: BinaryIO) -> list[dict[str, Any]]:
-    """The rows of the only sheet that has any; its first row names the columns."""
+def _array(name: str, file: Path) -> list[dict[str, Any]]:
+    try:
+        records = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: is not JSON: {in_one_line(error, 100)}; correct it") from None
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise UserError(
+            f"{name}: is no list of objects; write [{{...}}, ...], or one per line in .jsonl"
+        )
+    return records
+
+
+def spreadsheet(name: str, file: Path, least: int) -> tuple[list[dict[str, Any]], str]:
+    """The rows of the only sheet that has any, or at least `least` of them, and which it is if
+    others have rows, too; the first row names the columns.
+    Raises UserError if no sheet or several are meant, or if the file cannot be read.
+    """
     try:
         import openpyxl
     except ImportError:
@@ -364,11 +379,12 @@ def _spreadsheet(name: str, stream: BinaryIO) -> list[dict[str, Any]]:
             " the sheet as CSV in UTF-8"
         ) from None
     try:
-        book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
-        sheets = {
-            sheet.title: [row for row in islice(sheet.values, MAX_ROWS + 1) if any(row)]
-            for sheet in book.worksheets
-        }
+        with file.open("rb") as stream:
+            book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
+            sheets = {
+                sheet.title: [row for row in islice(sheet.values, MAX_ROWS + 1) if any(row)]
+                for sheet in book.worksheets
+            }
     # Of a damaged file it raises what zip, XML and its own readers raise.
     except Exception as error:
         raise UserError(
@@ -376,15 +392,18 @@ def _spreadsheet(name: str, stream: BinaryIO) -> list[dict[str, Any]]:
             " as .xlsx, or as CSV in UTF-8"
         ) from None
     full = {title: rows for title, rows in sheets.items() if rows}
-    if len(full) != 1:
+    meant = {title: rows for title, rows in full.items() if len(rows) > least} or full
+    if len(meant) != 1:
         finding = f"{len(full)} sheets with rows" + f": {', '.join(full)}" * bool(full)
         raise UserError(f"{name}: has {finding}; save the one to be read as a file of its own")
-    header, *rows = full.popitem()[1]
+    title, (header, *rows) = meant.popitem()
+    del full[title]
+    others = f"read sheet '{title}'; not read: {', '.join(full)}" if full else ""
     width = max((i for i, cell in enumerate(header, 1) if cell is not None), default=0)
     names = ["" if cell is None else str(cell).strip() for cell in header[:width]]
     refuse_repeated_names(name, names)
     cells = (["" if cell is None else str(cell) for cell in row[:width]] for row in rows)
-    return [dict(zip(names, row, strict=False)) for row in cells if any(row)]
+    return [dict(zip(names, row, strict=False)) for row in cells if any(row)], others
 
 
 def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from .declaration import look_number, note_look, read_history
 from .report.page import write_report
 from .runs import RunFiles, flat, read_files
 from .search import STUDY_FILE, STUDY_RESULT, read_study
-from .study import Run, Study
+from .study import MANY_EXAMPLES, Run, Study
 
 EQUAL = {
     "starting_weights": "other initial weights",
@@ -48,8 +48,6 @@ MATCHED = "remove this folder and rerun the study, so that all candidates are tr
 MANY_SEEDS = 5
 """Seeds of a verdict from which their number is no caution: with 3, a 95% interval over seeds alone
 is 4.3 standard errors wide to each side, with 5 it is 2.8 (Student's t)."""
-MANY_EXAMPLES = 100
-"""Held out, from which on their number is no caution."""
 FAR = 0.3
 """The distance of the mean of held_out.json from the last evaluation, as a share of the larger:
 one is weighted by tokens and the other by batches, so that they differ a little."""

@@ -15,6 +15,8 @@ ENDED = ("finished", "diverged", "failed")
 are results."""
 BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
 """The starting checkpoint, as a reference; measures that are no columns of the suite."""
+MANY_EXAMPLES = 100
+"""Held out, from which on their number does not limit a verdict."""
 
 
 @dataclass(frozen=True)

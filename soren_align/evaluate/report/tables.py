@@ -421,8 +421,8 @@ def draw(results: Results, path: Path) -> None:
     give the same bytes.
 
     A panel for each column, all from 0 to 100 (from a lower number, if a normalized score is below
-    0), with a dot for each row in the table's order, and its score as a number. A line through each
-    panel marks the first row's score, a dotted one the accuracy of answers at random. Published
+    0), with a dot for each row in the table's order, and its score as a number. An arrow leads from
+    the first row's score to each other's; a dotted line marks answers at random. Published
     scores are hollow and grey, without an interval if none was published.
     """
     write_pictures(path, lambda colors: _figure(results, colors))
@@ -437,7 +437,9 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     down = ceil(len(columns) / across)
     title = fill(short(results["title"], 160), 60)
     chances = [first["scores"][c].get("chance") for c in columns]
-    caption = f"percent, with the 95% interval of each score; line: {short(first['name'], 30)}"
+    caption = (
+        f"percent, with the 95% interval of each score; arrow: from {short(first['name'], 30)}"
+    )
     caption = fill(f"{caption}{'; dotted: answers at random' if {*chances} != {None} else ''}", 62)
     lines = title.count("\n") + caption.count("\n")
     height = 0.75 + 0.18 * lines + down * (0.34 + 0.23 * len(rows))
@@ -447,9 +449,7 @@ def _figure(results: Results, colors: Colors) -> "Figure":
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     for panel, column, chance in zip(panels, columns, chances, strict=False):
         style_axes(panel, column, "", colors, pad=3)
-        panel.axvline(
-            first["scores"][column]["value"], color=colors.lines[1], linewidth=0.8, zorder=1
-        )
+        before = first["scores"][column]["value"]
         if chance is not None:
             panel.axvline(chance, color=colors.muted, linewidth=1.2, linestyle=":", zorder=1)
         for y, (row, _, is_own) in enumerate(rows):
@@ -463,6 +463,9 @@ def _figure(results: Results, colors: Colors) -> "Figure":
                 score.get("high", min(score["value"] + half, 100)),
             ]
             panel.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
+            if row is not first and score["value"] != before:
+                arrow = {"arrowstyle": "-|>", "color": colors.muted, "linewidth": 0.8, "shrinkA": 0}
+                panel.annotate("", (score["value"], y), (before, y), arrowprops=arrow, zorder=1)
             face = color if is_own else colors.paper
             panel.plot(
                 score["value"],

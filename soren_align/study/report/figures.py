@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ...core.figures import LIGHT, compact, line_style, png, short, style_axes
+from ...core.figures import LIGHT, compact, line_numbers, line_style, png, short, style_axes
 from ...run.metrics import METRICS
 from ..study import Candidate, Difference, Study, finished, mean_metric
 from . import curves, text
@@ -53,15 +53,19 @@ class Figure:
 def legend(study: Study) -> list[Picture]:
     """Return the line of each candidate, for the names above the panels."""
     lines = []
-    for i, candidate in enumerate(study.candidates):
+    for name, number in _numbers(study).items():
         drawing = Drawing(figsize=(0.55, 0.2))
         axes = drawing.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set(xlim=(0, 1), ylim=(-1, 1))
-        style = line_style(i) | {"markevery": [1], "markersize": 6}
+        style = line_style(number) | {"markevery": [1], "markersize": 6}
         axes.plot([0, 0.5, 1], [0, 0, 0], **style, linewidth=1.6)
-        lines.append(Picture(_address(drawing), candidate.name))
+        lines.append(Picture(_address(drawing), name))
     return lines
+
+
+def _numbers(study: Study) -> dict[str, int]:
+    return line_numbers(candidate.name for candidate in study.candidates)
 
 
 def curves_figure(study: Study) -> Figure | None:
@@ -131,7 +135,7 @@ def _differences_panel(study: Study, differences: Sequence[Difference]) -> Pictu
     Percent points beyond 100 are not drawn: no difference is so large.
     """
     first = differences[0]
-    numbers = {candidate.name: i for i, candidate in enumerate(study.candidates)}
+    numbers = _numbers(study)
     name, other = text.measure_name(study, first.measure), text.reference_name(first.reference)
     most = 100.0 if first.unit == "percent" else float("inf")
 
@@ -178,6 +182,7 @@ def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Pictur
     def draw(axes: Axes) -> None:
         place = set_scale(axes, values)
         low, high = limits
+        numbers = _numbers(study)
         worst, triangle = (low, "v") if study.higher_is_better else (high, "^")
         for i, candidate in enumerate(study.candidates):
             trials = [run for run in candidate.trials if key in run.parameters]
@@ -187,7 +192,7 @@ def _search_panel(study: Study, key: str, limits: tuple[float, float]) -> Pictur
                 if run.metric is not None
             )
             inside = [(x, y) for x, y in results if low <= y <= high]
-            style = line_style(i)
+            style = line_style(numbers[candidate.name])
             mark: dict[str, Any] = {"linestyle": "", "color": style["color"], "clip_on": False}
             if (
                 len(free_keys(candidate)) != 1
@@ -225,7 +230,9 @@ def _along(study: Study, title: str, y: str, x: str, label: str) -> Picture | No
         return None
     sign = -1.0 if x == "metric" and not study.higher_is_better else 1.0
     lines: dict[int, list[Curve]] = {}
-    for i, runs in enumerate(map(curves.shown_runs, study.candidates)):
+    for i, runs in zip(
+        _numbers(study).values(), map(curves.shown_runs, study.candidates), strict=True
+    ):
         paths = [curves.curve(run, x, y) for run in runs] if len(runs) > 1 else []
         paths.append(curves.mean_curve(runs, x, y))
         lines[i] = [[(sign * (a - begin), b - zero) for a, b in path] for path in paths]

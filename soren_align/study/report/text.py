@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.text import join_words, number, p_value
 from ..config import VerdictSection
-from ..study import AVERAGE, BASE, HELD_OUT, Difference, Study
+from ..study import AVERAGE, BASE, HELD_OUT, MANY_EXAMPLES, Difference, Study
 
 METRICS = {
     "eval_loss": "held-out loss",
@@ -89,8 +89,10 @@ def differences_to(study: Study, reference: str) -> list[Difference]:
 
 
 def headline(study: Study) -> list[str]:
-    """Return the verdict in one sentence per reference, on the first measure."""
+    """Return the verdict in one sentence per reference, on the first measure; the first sentence
+    begins with what limits all of them."""
     sentences = []
+    limits = _limits(study)
     for reference in references_of(study):
         differences = differences_to(study, reference)
         differences = [d for d in differences if d.measure == differences[0].measure]
@@ -102,13 +104,27 @@ def headline(study: Study) -> list[str]:
             elif names:
                 verb = "is" if len(names) == 1 else "are"
                 answers.append(f"{join_words(names)} {verb} {than} {other}")
-        sentence = f"On {measure_name(study, differences[0].measure)}, {'; '.join(answers)}"
+        name = measure_name(study, differences[0].measure)
+        sentence = f"On {name}{limits}, {'; '.join(answers)}"
+        limits = ""
         unclear = [d for d in differences if d.answer == "not distinguishable"]
         if unclear:
             reasons = dict.fromkeys(resolution(d) for d in unclear)
             sentence += f" ({join_words([*reasons])})"
         sentences.append(f"{sentence}.")
     return sentences
+
+
+def _limits(study: Study) -> str:
+    """Return " of 40 examples, at the values tried (...)", where these limit the verdict."""
+    number = study.num_questions.get(HELD_OUT, MANY_EXAMPLES)
+    text = f" of only {number} examples" if number < MANY_EXAMPLES else ""
+    edges = [
+        f"{each.name} has the {'largest' if end == 'high' else 'smallest'} {key}"
+        for each in study.candidates
+        for key, end in each.at_edge.items()
+    ]
+    return text + (f", at the values tried ({join_words(edges)})" if edges else "")
 
 
 def comparisons(study: Study, reference: str) -> list[Comparison]:

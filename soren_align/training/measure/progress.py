@@ -2,6 +2,7 @@
 elsewhere.
 """
 
+import math
 import resource
 import sys
 import time
@@ -17,12 +18,15 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ...core.text import LINE_SECONDS, print_labelled, with_prefix
+from ...run.curves import Curve, braille
 from ...tasks import TASKS
+
+CHART_LINES = 5
 
 
 class TrainingProgress(TrainerCallback):
     """Shows steps, measurements and the time left, in place of transformers' bars and printed
-    dictionaries.
+    dictionaries; on a terminal also the loss until now, as a curve.
 
     Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number
     of steps, if any.
@@ -37,6 +41,7 @@ class TrainingProgress(TrainerCallback):
         self.console, self.task, self.notice_of = console, task, notice_of
         self.status: Status | None = None
         self._logs: dict[str, float] = {}
+        self._loss, self._chart = Curve(), ""
         self._start = self._last_line = 0.0
         self._first_step = self._num_batches = 0
 
@@ -62,13 +67,14 @@ class TrainingProgress(TrainerCallback):
         if "tokens_per_second" in self._logs:
             facts.append(f"{self._logs['tokens_per_second']:,.0f} tokens/s")
         facts += [f"peak {with_prefix(peak_memory(), 'B')}", f"{left} left"]
-        self._show(self.task, ", ".join(facts))
+        self._show(self.task, ", ".join(facts) + self._chart)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Note the measurements; print those of an evaluation."""
         logs, step = logs or {}, f"step {state.global_step}: "
         if "loss" in logs:
             self._logs = logs
+            self._draw(state.global_step, logs["loss"])
         if "eval_loss" in logs:
             print_labelled(self.console, "eval", step + ", ".join(self._values(logs, "eval_")))
 
@@ -96,6 +102,14 @@ class TrainingProgress(TrainerCallback):
             for key, text in TASKS[self.task].shown.items()
             if prefix + key in logs
         ]
+
+    def _draw(self, step: int, loss: float) -> None:
+        # At logs, not at steps, of which a tiny model takes a hundred a second.
+        if self.status and math.isfinite(loss):
+            self._loss.add(step, loss)
+            if len(self._loss.points) > 1:
+                width = min(self.console.width, 100) - 2  # beside the spinner
+                self._chart = "\n".join(["", *braille(self._loss.points, width, CHART_LINES)])
 
     def _show(self, label: str, text: str) -> None:
         # A log file gets a line at intervals: a line per step would be thousands.
