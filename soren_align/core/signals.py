@@ -1,5 +1,7 @@
 """Signals that stop a command: Ctrl-C, SIGTERM and SIGHUP."""
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -78,6 +80,17 @@ def killed_by(number: int) -> str:
     """
     name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
     return f"killed by {name}{' (out of memory, perhaps)' if number == signal.SIGKILL else ''}"
+
+
+def end_with_parent() -> None:
+    """Let this process, of a pool, end with its parent, also after SIGKILL, which lets a parent end
+    none. Its parent alone handles Ctrl-C.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def end_with_code() -> None:

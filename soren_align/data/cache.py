@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, Features, disable_caching, enable_caching, is_caching_enabled
 from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
@@ -38,12 +39,16 @@ _DATA, _DIGESTS = "data.arrow", "digests.json"
 
 
 def cached(
-    root: Path, key: str, features: Features, batches: Callable[[], Iterable[dict[str, list[Any]]]]
+    root: Path,
+    key: str,
+    features: Features,
+    batches: Callable[[], Iterable[dict[str, list[Any]] | pa.Table]],
 ) -> Dataset:
     """The dataset of `batches`, memory-mapped from its entry below `root`: written first if there
     is none, or a damaged one.
 
-    key: of `cache_key`, with all that determines the batches, which are columns of examples.
+    key: of `cache_key`, with all that determines the batches, which are columns of examples, or
+    tables.
     """
     # Whoever comes first writes; the others, and all later runs, map the same file.
     if not is_intact(root / key):
@@ -52,7 +57,10 @@ def cached(
             ArrowWriter(path=str(part / _DATA), features=features) as writer,
         ):
             for columns in batches():
-                writer.write_batch(columns)
+                if isinstance(columns, pa.Table):
+                    writer.write_table(columns)
+                else:
+                    writer.write_batch(columns)
             writer.finalize()
         prune(root)
     return Dataset(MemoryMappedTable.from_file(str(root / key / _DATA)), fingerprint=key)

@@ -1,5 +1,6 @@
 """The examples of a split as tokens, from the user's cache folder."""
 
+import json
 import shutil
 import tempfile
 import weakref
@@ -9,21 +10,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
+from ..core.figures import short
 from ..core.silence import quiet_libraries
 from ..tasks import TASKS, TaskName
 from .cache import cache_key, cached, folder_errors
 from .encode import BATCH_SIZE, encode
 from .masks import token_columns
+from .parallel import default_processes, in_order
 from .rendering import TEMPLATE_REMEDY
 from .split import LoadedSplit
 from .turns import CUT_ANSWER, EMPTY_ANSWER
 
 _VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
 _IDS = List(Value("int32"))
+CHUNK_SIZE = 8 * BATCH_SIZE
+"""Examples of which a process returns the tokens together."""
 
 
 def tokenize(
@@ -34,13 +40,15 @@ def tokenize(
     assistant_only_loss: bool = False,
     completion_only_loss: bool = True,
     on_examples: Callable[[int], object] | None = None,
+    num_processes: int | None = None,
 ) -> Dataset:
     """The examples of a dataset from `load_split` as columns of tokens, before truncation:
     `masks.token_columns`.
 
     cache: the user's cache folder; None: a temporary folder, removed with the returned dataset.
-    on_examples: called with the number of examples just tokenized or read. Raises UserError if the
-    template fails on an example, or the folder cannot be written.
+    on_examples: called with the number of examples just tokenized or read. num_processes: None:
+    `default_processes`; any number writes the same bytes. Raises UserError if the template fails on
+    an example, or the folder cannot be written.
     """
     passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
     features = Features(
@@ -49,16 +57,34 @@ def tokenize(
     features |= {name: Value(kind) for name, kind in passed_on.items()}
     num_tokenized = 0
 
-    def batches() -> Iterator[dict[str, list[Any]]]:
+    def batches() -> Iterator[pa.Table]:
         nonlocal num_tokenized
-        for batch in dataset.iter(BATCH_SIZE):
+        starts = range(0, len(dataset), CHUNK_SIZE)
+        for table in in_order(
+            tokens_from, starts, min(num_processes or default_processes(), len(starts))
+        ):
+            num_tokenized += len(table)
+            report(len(table))
+            yield table
+
+    def tokens_from(start: int) -> pa.Table:
+        chunk = dataset.select(range(start, min(start + CHUNK_SIZE, len(dataset))))
+        tables = []
+        for number, batch in enumerate(chunk.iter(BATCH_SIZE)):
             assert isinstance(batch, dict)
             texts = {name: values for name, values in batch.items() if name not in passed_on}
-            examples = encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss)
-            columns = token_columns(examples, task)
-            num_tokenized += len(columns["left_out"])
-            report(len(columns["left_out"]))
-            yield columns | {name: batch[name] for name in passed_on}
+            try:
+                columns = columns_of(texts)
+            except UserError:
+                _raise_with_place(texts, columns_of, start + number * BATCH_SIZE)
+                raise
+            columns |= {name: batch[name] for name in passed_on}
+            tables.append(pa.table(columns, schema=features.arrow_schema))
+        return pa.concat_tables(tables)
+
+    def columns_of(texts: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        settings = (task, tokenizer, assistant_only_loss, completion_only_loss)
+        return token_columns(encode(texts, *settings), task)
 
     # All of the tokenizer that changes tokens, but not its place.
     whole: Any = tokenizer
@@ -84,6 +110,20 @@ def tokenize(
         weakref.finalize(tokens, shutil.rmtree, root, ignore_errors=True)
     report(len(dataset) - num_tokenized)
     return tokens
+
+
+def _raise_with_place(
+    texts: dict[str, list[Any]], work: Callable[[dict[str, list[Any]]], Any], start: int
+) -> None:
+    """Raise the UserError of the first example of a batch that has one by itself, with its place.
+    start: the number of examples before the batch."""
+    for i in range(len(next(iter(texts.values())))):
+        own = {name: values[i : i + 1] for name, values in texts.items()}
+        try:
+            work(own)
+        except UserError as error:
+            begin = json.dumps([value for (value,) in own.values()], ensure_ascii=False)
+            raise UserError(f"example {start + i + 1:,}, {short(begin, 80)}: {error}") from None
 
 
 def without_empty_answers(

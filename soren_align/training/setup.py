@@ -398,7 +398,13 @@ def tokenize_splits(
     # Streams are not cached: only their first examples are tokenized here, to count them.
     def tokenized(split: data.LoadedSplit, report: Any) -> tuple[data.LoadedSplit, Any]:
         tokens = data.tokenize(
-            split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report
+            split.dataset,
+            recipe.data_task,
+            tokenizer,
+            cache,
+            *loss_of(recipe),
+            report,
+            recipe.trainer.get("dataset_num_proc"),
         )
         return data.without_empty_answers(split, tokens, template_remedy(tokenizer))
 

@@ -1,12 +1,14 @@
 """The cache of tokens: the columns are those without it, computed once, and never those of a damaged file."""
 
+import errno
 import os
 import shutil
+import signal
 import time
 
 import pytest
 from datasets import Dataset
-from soren_align.core.errors import UserError
+from soren_align.core.errors import ResumableError, UserError
 from soren_align.data import cache, dataset_stats, load_split, tokenize, tokens
 from soren_align.data.encode import encode
 from soren_align.data.masks import from_token_columns, token_columns
@@ -132,18 +134,11 @@ def test_folders_unused_for_long_or_beyond_the_size_are_removed(tmp_path, monkey
         assert {f.name for f in tmp_path.iterdir()} == {*list(days)[:num_kept]}
 
 
-def test_a_failure_leaves_nothing_behind(make_tokenizer, dataset, tmp_path):
-    picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
-    bad = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
-    rows = dataset(rows=[*ROWS["sft"], {"messages": bad}])
-    with pytest.raises(UserError, match="not this one"):
-        tokenize(rows, "sft", make_tokenizer(picky), tmp_path)
-    assert list(tmp_path.glob("tokens/*")) == []
-    shutil.rmtree(tmp_path / "tokens")
+def test_a_folder_that_cannot_be_written_is_refused_with_its_remedy(make_tokenizer, dataset, tmp_path):
     (tmp_path / "tokens").write_text("a file")
     message = r"tokens cannot be cached in this folder: .*SOREN_ALIGN_CACHE.* write `cache: false` under"
     with pytest.raises(UserError, match=message):
-        tokenize(rows, "sft", make_tokenizer(), tmp_path)
+        tokenize(dataset(), "sft", make_tokenizer(), tmp_path)
 
 
 def test_tokens_of_text_need_no_template(make_tokenizer, tmp_path):
@@ -161,3 +156,55 @@ def test_tokens_that_another_process_has_just_written_are_taken(tmp_path):
         (folder / "of the other").write_text("tokens")
     assert (folder / "of the other").read_text() == "tokens"
     assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.fixture
+def in_chunks(make_tokenizer, dataset, tmp_path, monkeypatch):
+    """in_chunks(number, rows, template) returns the tokens' file, of a cache of its own, made in chunks of 8."""
+    monkeypatch.setattr(tokens, "CHUNK_SIZE", 8)
+
+    def make(number, rows=None, template=None):
+        folder = tmp_path / str(number)
+        tokenize(dataset(rows=rows), "sft", make_tokenizer(template) if template else make_tokenizer(), folder,
+                 assistant_only_loss=True, num_processes=number)  # fmt: skip
+        (entry,) = (folder / "tokens").iterdir()
+        return (entry / "data.arrow").read_bytes()
+
+    return make
+
+
+@pytest.mark.process
+def test_any_number_of_processes_writes_the_same_bytes(in_chunks):
+    assert in_chunks(1) == in_chunks(2) == in_chunks(3)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_example_that_fails_is_named_and_nothing_is_left(in_chunks, tmp_path, number):
+    picky = CHATML + "{% if 'Question 42?' in messages[0]['content'] %}{{ raise_exception('not this one') }}{% endif %}"
+    rows = [chat_row(i) for i in range(70)]
+    rows[42]["messages"][0]["content"] = "Question 42?"
+    with pytest.raises(UserError, match=r"^example 43, .*Question 42.*fails on a later one: not this one"):
+        in_chunks(number, rows, picky)
+    assert not [*(tmp_path / f"{number}/tokens").iterdir()]
+
+
+@pytest.mark.process
+def test_after_a_killed_process_or_on_a_full_disk_nothing_is_left(in_chunks, tmp_path, monkeypatch):
+    def killed(*given):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens, "encode", killed)
+        with pytest.raises(ResumableError, match="a process that prepares the examples was killed"):
+            in_chunks(2)
+    assert not [*(tmp_path / "2/tokens").iterdir()]
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.ArrowWriter, "write_table", full)
+        with pytest.raises(UserError, match="tokens cannot be cached in this folder: No space left on device"):
+            in_chunks(2)
+    assert not [*(tmp_path / "2/tokens").iterdir()]
+    assert in_chunks(2)

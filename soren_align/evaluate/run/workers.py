@@ -3,8 +3,6 @@
 import gc
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +13,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ...core.errors import ResumableError, UserError, as_user_error
+from ...core.signals import end_with_parent
 from ...core.silence import silence
 from .backends import BackendSettings, load_lm, run_requests
 
@@ -139,11 +138,7 @@ def _init_worker(
     indices: Any, num_threads: int, folder: Path, tokenizer: Any, settings: BackendSettings
 ) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # Exit with the parent: after SIGKILL it cannot end its workers, which would occupy their GPUs.
-    parent = multiprocessing.parent_process()
-    assert parent
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    end_with_parent()  # workers without a parent would occupy their GPUs
     # An executor does not number its workers: each takes the index of a GPU from the queue.
     index = indices.get()
     if settings.device.startswith("cuda"):
