@@ -9,7 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import (
     Dataset,
     Features,
@@ -87,6 +89,24 @@ def filtered(dataset: Any, is_kept: Callable[[Any], bool]) -> Any:
     # By indices in memory: `Dataset.filter` would write a file beside the tokens.
     indices = [i for i, example in enumerate(dataset) if is_kept(example)]
     return dataset if len(indices) == len(dataset) else dataset.select(indices)
+
+
+def token_lengths(dataset: Dataset) -> list[int]:
+    """The tokens of each tokenized example; of a pair, of its longer side.
+
+    By Arrow, which knows them: transformers would decode all tokens, on every rank.
+    """
+    columns = [name for name in dataset.column_names if name.endswith("_ids")]
+    lengths: list[int] = []
+    batches: Any = dataset.select_columns(columns).with_format("arrow").iter(BATCH_SIZE)
+    for batch in batches:
+        own = {name: pc.list_value_length(batch[name]).to_numpy() for name in columns}
+        if "prompt_ids" in own:
+            longer = np.maximum(own["chosen_ids"], own["rejected_ids"])
+            lengths += (own["prompt_ids"] + longer).tolist()
+        else:
+            lengths += own["input_ids"].tolist()
+    return lengths
 
 
 def filled(dataset: Any, number: int) -> Dataset:

@@ -1,5 +1,6 @@
 """Statistics of a dataset: numbers of examples and tokens, and one example as text."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
@@ -37,6 +38,8 @@ class DatasetStats:
     lengths: dict[str, int]
     """Tokens of an example before truncation (of a pair: its longer side): p50, p90, p99 and
     max."""
+    kept_lengths: array
+    """Tokens of each kept example, after truncation (of a pair: of its longer side)."""
     num_tokens: int
     """Tokens of the kept examples, after truncation; a pair counts both sides, each with its
     prompt."""
@@ -94,6 +97,7 @@ def dataset_stats(
     unknown_id: Any = tokenizer.unk_token_id
     counts_unknown = unknown_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
     lengths: list[int] = []
+    kept_lengths = array("i")
     dropped: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
     num_kept: Counter[int] = Counter()  # by source
@@ -122,6 +126,7 @@ def dataset_stats(
         sides = [side.truncated(max_length) for side in example.sides]
         if pairs:
             pairs.add(index, sides)
+        kept_lengths.append(max(len(side.ids) for side in sides))
         num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
         sums["truncated"] += max_length is not None and example.length > max_length
         sums["truncated tokens"] += num_all - num_tokens
@@ -152,6 +157,7 @@ def dataset_stats(
                 strict=True,
             )
         ),
+        kept_lengths=kept_lengths,
         num_tokens=sums["tokens"],
         num_trained_tokens=sums["trained"],
         trained_share=sums["trained"] / max(1, sums["tokens"]),

@@ -60,9 +60,9 @@ def tokenize(
     def batches() -> Iterator[pa.Table]:
         nonlocal num_tokenized
         starts = range(0, len(dataset), CHUNK_SIZE)
-        for table in in_order(
-            tokens_from, starts, min(num_processes or default_processes(), len(starts))
-        ):
+        # A process costs as much as a thousand examples.
+        number = min(num_processes or default_processes(), len(starts) // 4)
+        for table in in_order(tokens_from, starts, number):
             num_tokenized += len(table)
             report(len(table))
             yield table

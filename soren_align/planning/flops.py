@@ -34,6 +34,7 @@ from ..recipe import Recipe, compute_dtype, parallel, trainer_value
 from ..tasks import TASKS
 from ..training.adapters import freeze
 from ..training.build import trl_forward
+from .padding import GROUPED, padded_tokens
 
 UNBOUNDED_LENGTH = 4096
 """Tokens of an example where trainer.max_length is null and no example can be tokenized: a
@@ -77,7 +78,11 @@ class Compute:
     max_tokens: int
     """Length of the longest example; activations are those of a micro-batch of such examples."""
     mean_tokens: float
-    """Mean length of an example; FLOPs are counted with it."""
+    """Mean length of an example."""
+    padded_tokens: float
+    """The same in the batches, with padding; FLOPs are counted with it."""
+    grouped_tokens: float
+    """The same with examples grouped by length."""
     is_measured: bool
     """Whether both come from the data; otherwise they are max_length, an upper bound."""
     activation_bytes: int | None
@@ -118,6 +123,8 @@ class Compute:
                 assumption = f"{UTILIZATION:.0%} of the peak"
         return {
             "tokens_per_example": round(self.mean_tokens, 1),
+            "padding": 1 - self.mean_tokens / self.padded_tokens,
+            "padding_if_grouped": 1 - self.mean_tokens / self.grouped_tokens,
             "tokens_are_measured": self.is_measured,
             "training_tokens": round(self.mean_tokens * num_sides * num_examples),
             "training_flops_per_step": self.flops_per_step,
@@ -147,10 +154,15 @@ def compute(
         trainer_value(recipe, "gradient_checkpointing"),
     )
     max_tokens = max_length or UNBOUNDED_LENGTH
-    mean_tokens = float(max_tokens)
+    mean_tokens = in_batches = grouped = float(max_tokens)
     if account and not (recipe.trainer.get("packing") and max_length):  # packed sequences are full
         max_tokens = min(account.lengths["max"], max_length or account.lengths["max"])
         mean_tokens = account.num_tokens / (account.num_kept * num_sides)
+        strategy = trainer_value(recipe, "train_sampling_strategy")
+        in_batches, grouped = (
+            padded_tokens(recipe, account.kept_lengths, batch_size, each)
+            for each in (strategy, GROUPED)
+        )
 
     def passes(checkpointing: bool) -> Passes:
         dtype = getattr(torch, compute_dtype(recipe))
@@ -185,7 +197,7 @@ def compute(
                 trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
             )
             # FLOPs follow the mean length, and the peak of memory the longest example.
-            length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
+            length, longest = num_joined * max(2, round(in_batches)), num_joined * max_tokens
             mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
             activations = passes(checkpointing).num_bytes(sequences, longest) + mask
             flops = passes(checkpointing).num_flops(1, length)
@@ -198,11 +210,11 @@ def compute(
     # An architecture's code need not run on fake tensors; training may work.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        return Compute(
-            max_tokens, mean_tokens, account is not None, None, None, None, failure=reason
-        )
+        known = (max_tokens, mean_tokens, in_batches, grouped, account is not None)
+        return Compute(*known, None, None, None, failure=reason)
     per_step = round(flops / num_joined * batch_size * num_sides)
-    return Compute(max_tokens, mean_tokens, account is not None, activations, without, per_step)
+    known = (max_tokens, mean_tokens, in_batches, grouped, account is not None)
+    return Compute(*known, activations, without, per_step)
 
 
 def joined_sequences(recipe: Recipe) -> int:

@@ -97,6 +97,17 @@ def _print_steps(plan: dict[str, Any], console: Console, full: bool) -> None:
         write("", f"learning rate {lr:g}{others}, schedule {schedule}")
 
 
+def describe_padding(compute: dict[str, Any]) -> str:
+    """Return the share of the batches' tokens that is padding, and what would make it smaller."""
+    text = f"{compute['padding']:.0%} of the tokens of the batches"
+    if compute["padding_if_grouped"] < compute["padding"] - 0.05:
+        text += (
+            f"; {compute['padding_if_grouped']:.0%} with trainer.train_sampling_strategy:"
+            " group_by_length"
+        )
+    return text
+
+
 def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
     """Print the FLOPs of training, and its hours on several devices."""
     write = partial(print_labelled, console)
@@ -125,6 +136,8 @@ def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
         longer = (
             "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         )
+        if compute["padding"] >= 0.005:
+            write("padding", describe_padding(compute))
         write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
             write(

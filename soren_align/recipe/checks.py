@@ -444,7 +444,7 @@ def _check_training(raw: _Raw) -> None:
         )
         raw.report(("trainer", "eval_packing"), message)
     strategy = trainer.get("train_sampling_strategy")
-    if raw.get("task") == "dpo" and strategy in ("group_by_length", "batch_rebalance"):
+    if raw.get("task") == "dpo" and strategy == "batch_rebalance":
         message = "needs one length for each example, but a pair has two answers; remove this key"
         raw.report(("trainer", "train_sampling_strategy"), message)
     # find_spec and no import: the answer comes within a second, and without torch.

@@ -109,6 +109,12 @@ _ALL = (
         "by the time between the two logs, which includes evaluations",
     ),
     Metric(
+        "padding",
+        "share of the tokens of the batches since the last log that only fill shorter examples to "
+        "the longest of their batch. `trainer.train_sampling_strategy: group_by_length` makes it "
+        "small",
+    ),
+    Metric(
         "kl_to_start",
         r"KL divergence KL(start \|\| model) of the distributions of the next token, in nats. It is"
         r" the mean over 256 "

@@ -25,7 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..data import filled, filtered, pair_of, uncached, verified_values
+from ..data import filled, filtered, pair_of, token_lengths, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..sharding import chain_of, set_strategy, sum_in_float32
@@ -210,8 +210,18 @@ class SorenTrainerMixin(Trainer):
         with uncached():
             return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
-    def _get_train_sampler(self, *args: Any) -> Any:
-        self.train_sampler = super()._get_train_sampler(*args)
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        dataset = self.train_dataset if dataset is None else dataset
+        if self.args.train_sampling_strategy == "group_by_length" and has_length(dataset):
+            # By the batch of all ranks, so that the order is that of one process. transformers'
+            # own knows no pairs.
+            per_rank = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            lengths = token_lengths(dataset)
+            self.train_sampler = LengthGroupedSampler(
+                per_rank * self.ranks.num_ranks, lengths=lengths
+            )
+        else:
+            self.train_sampler = super()._get_train_sampler(dataset)
         return self.train_sampler
 
     def get_train_dataloader(self) -> DataLoader:
@@ -259,10 +269,10 @@ class SorenTrainerMixin(Trainer):
         """TRL's step; also counts the tokens and hashes the batch."""
         # On the device of the batch: no host read per step.
         self.batch_hash.add(inputs)
-        mask = inputs.get("attention_mask")
-        self.measurements.num_tokens += (
-            mask.sum() if mask is not None else inputs["input_ids"].numel()
-        )
+        mask, num_places = inputs.get("attention_mask"), inputs["input_ids"].numel()
+        num_tokens = mask.sum() if mask is not None else num_places
+        self.measurements.num_tokens += num_tokens
+        self.measurements.num_padding += num_places - num_tokens
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -284,10 +294,11 @@ class SorenTrainerMixin(Trainer):
             logs.pop("total_flos", None)
         # Training's own log: what the last logging step has measured, summed over ranks.
         if "loss" in logs:
-            num_tokens: Any = torch.as_tensor(
-                int(self.measurements.num_tokens), device=self.args.device
+            counts = [int(self.measurements.num_tokens), int(self.measurements.num_padding)]
+            on_all: Any = self.accelerator.reduce(
+                torch.tensor(counts, device=self.args.device), "sum"
             )
-            logs.update(self.measurements.values(int(self.accelerator.reduce(num_tokens, "sum"))))  # pyright: ignore
+            logs.update(self.measurements.values(*on_all.tolist()))
             if num_skipped_steps := self.optimizer_check.counts.get("num_skipped_steps"):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":

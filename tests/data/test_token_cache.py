@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import signal
 import time
 
@@ -160,8 +159,8 @@ def test_tokens_that_another_process_has_just_written_are_taken(tmp_path):
 
 @pytest.fixture
 def in_chunks(make_tokenizer, dataset, tmp_path, monkeypatch):
-    """in_chunks(number, rows, template) returns the tokens' file, of a cache of its own, made in chunks of 8."""
-    monkeypatch.setattr(tokens, "CHUNK_SIZE", 8)
+    """in_chunks(number, rows, template) returns the tokens' file, of a cache of its own, made in chunks of 5."""
+    monkeypatch.setattr(tokens, "CHUNK_SIZE", 5)
 
     def make(number, rows=None, template=None):
         folder = tmp_path / str(number)

@@ -223,7 +223,7 @@ def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     ({"model.attn_implementation": "flash_attention_2", "trainer.use_cpu": "true"},
      "model.attn_implementation: flash_attention_2 runs on GPUs only; write sdpa or eager"),
     ({"trainer.eval_packing": "true"}, "trainer.eval_packing: .*would attend to each other"),
-    ({"task": "dpo", "trainer.train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: needs one length"),
+    ({"task": "dpo", "trainer.train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy: needs one length"),
     ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: .* packing needs a length"),
 ])  # fmt: skip
 def test_attention_and_packing_that_cannot_work_are_one_clear_error(write, settings, message):

@@ -75,9 +75,10 @@ def test_a_resumed_run_packs_the_same_sequences(resumed, keys):
     resumed(3, "sft", "trainer.packing=true", *keys)
 
 
-def test_a_resumed_run_groups_the_same_examples(resumed):
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_resumed_run_groups_the_same_examples(resumed, task):
     # in the middle of the second epoch
-    resumed(5, "sft", "trainer.train_sampling_strategy=group_by_length", "data.train.limit=24", "data.eval=null")
+    resumed(5, task, "trainer.train_sampling_strategy=group_by_length", "data.train.limit=24", "data.eval=null")
 
 
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])

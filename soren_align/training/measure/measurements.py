@@ -70,6 +70,7 @@ class Measurements(TrainerCallback):
         self.attached, self.start, self.log = attached, start, log
         # A tensor on the device of the batches, which is read on logging steps only.
         self.num_tokens: Any = 0
+        self.num_padding: Any = 0
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
         # One matrix of each shape, always the same ones: their values at different steps can be
@@ -80,7 +81,7 @@ class Measurements(TrainerCallback):
         self._decomposed = [*firsts.values()][:MAX_DECOMPOSED]
         # Position and name of the matrix whose map is compared with the exact sigmoid.
         self._compared = (0, "")
-        self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
+        self._since = (time.perf_counter(), 0, 0)  # time and both numbers at the last log
         self._reset()
 
     def _reset(self) -> None:
@@ -91,11 +92,12 @@ class Measurements(TrainerCallback):
         self._sums = Sums(9)
         self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
 
-    def values(self, num_tokens: int) -> dict[str, float]:
+    def values(self, num_tokens: int, num_padding: int) -> dict[str, float]:
         """Return the measurements of the last logging step; docs/metrics.md describes the keys.
         Collective.
 
-        num_tokens: trained on since the start of this process, on all ranks.
+        num_tokens: trained on since the start of this process, on all ranks. num_padding: beside
+        them in the batches.
         """
         values: dict[str, float] = {}
         if self.attached.has_other_parameters:
@@ -126,16 +128,16 @@ class Measurements(TrainerCallback):
             values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
         values["num_out_of_range"] = int(num_guarded)
         # Tokens of all ranks, over the time that includes evaluations and checkpoints.
-        now, (then, num_tokens_then) = time.perf_counter(), self._since
-        values["tokens_per_second"] = round(
-            (num_tokens - num_tokens_then) / max(now - then, 1e-9), 1
-        )
-        self._since = (now, num_tokens)
+        now, (then, num_tokens_then, num_padding_then) = time.perf_counter(), self._since
+        num_new, num_filled = num_tokens - num_tokens_then, num_padding - num_padding_then
+        values["tokens_per_second"] = round(num_new / max(now - then, 1e-9), 1)
+        values["padding"] = round(num_filled / max(num_new + num_filled, 1), 4)
+        self._since = (now, num_tokens, num_padding)
         return values
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Start the clock of tokens per second."""
-        self._since = (time.perf_counter(), int(self.num_tokens))
+        self._since = (time.perf_counter(), int(self.num_tokens), int(self.num_padding))
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Observe the coming step if it will be logged.

@@ -66,6 +66,8 @@ class TrainingProgress(TrainerCallback):
         facts = [f"step {state.global_step}/{state.max_steps}", *self._values(self._logs, "")]
         if "tokens_per_second" in self._logs:
             facts.append(f"{self._logs['tokens_per_second']:,.0f} tokens/s")
+        if self._logs.get("padding"):
+            facts.append(f"padding {self._logs['padding']:.0%}")
         facts += [f"peak {with_prefix(peak_memory(), 'B')}", f"{left} left"]
         self._show(self.task, ", ".join(facts) + self._chart)
 
