@@ -206,6 +206,14 @@ def plan(
             "states: 8. No process is started.",
         ),
     ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="GB",
+            help="Memory of each GPU (recipes only). Default: of this machine's GPUs, or 80.",
+        ),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show all details (recipes only).")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, or how a model would be trained.
@@ -222,7 +230,7 @@ def plan(
     # Files come before shipped names: a user's own study may have the name of a shipped one.
     is_file = path.is_file()
     if shipped.is_study(path) if is_file else what in shipped.studies():
-        refuse_options(context, ["full"], "on a study")
+        refuse_options(context, ["full", "gpu_memory"], "on a study")
         from ..study import plan as study_planning
         from ..study.config import load_study
 
@@ -230,7 +238,7 @@ def plan(
         study = load_study(what, set_)
         study_planning.plan(study, next_command, as_json=as_json, processes=processes or 1)
     elif not is_file and _is_model(what):
-        refuse_options(context, ["full"], "on a model")
+        refuse_options(context, ["full", "gpu_memory"], "on a model")
         from ..recipe import load_for_model
 
         recipe = load_for_model(what, set_, _print_notice)
@@ -244,6 +252,7 @@ def plan(
         recipe = load(what, set_, notify=_print_notice)
         next_command = shlex.join(["soren-align", recipe.task, what, *words])
         options = {"full": full, "as_json": as_json, "processes": processes or 1}
+        options |= {"gpu_memory": gpu_memory}
         raise typer.Exit(commands.plan(recipe, next_command, **options))
 
 

@@ -6,7 +6,9 @@ processes.
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -36,11 +38,19 @@ from ..recipe import (
     recorded_quantization,
     trainer_value,
 )
+from ..recipe.loader import to_yaml
 from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
+from ..recipe.parallel import AUTO
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from ..run.record import describe_result
-from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
+from .environment import (
+    gpu_bytes,
+    rank_from_environment,
+    refuse_ranks,
+    set_environment,
+    without_ranks,
+)
 from .preparation import prepare
 
 
@@ -58,6 +68,13 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
             f"--processes {processes}: a launcher has already started {rank.num_ranks} processes;"
             " remove --processes"
         )
+    if recipe.run.parallel == AUTO:
+        if rank:
+            raise UserError(
+                "run.parallel: auto is decided before the processes start, but a launcher has"
+                " started them; write the value that `soren-align plan` marks"
+            )
+        recipe = _with_fastest(recipe, processes or 1)
     # Everything that can be refused without torch, before anything is written.
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
@@ -102,6 +119,41 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         raise
     finally:
         folder.release()
+
+
+def _with_fastest(recipe: Recipe, num_ranks: int) -> Recipe:
+    """Return the recipe with the `run.parallel` that a plan marks, or that its unfinished run has.
+    Raises UserError if the plan finds a problem, or nothing that fits.
+    """
+
+    def chosen(name: str) -> Recipe:
+        return recipe.model_copy(update={"run": recipe.run.model_copy(update={"parallel": name})})
+
+    folder = RunFolder(recipe.run.output_dir)
+    if folder.recipe.is_file() and not recipe.run.overwrite:
+        return chosen(load_resolved(folder.recipe).run.parallel)
+    # In a process of its own: torch is imported here only after the choice, which sets its
+    # environment.
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "recipe.yaml")
+        file.write_text(to_yaml(recipe), encoding="utf-8")
+        words = ["plan", str(file), "--processes", str(num_ranks), "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "soren_align", *words], capture_output=True, text=True
+        )
+    try:
+        plan = json.loads(done.stdout)
+    except ValueError:
+        lines = done.stderr.strip().splitlines() or ["the plan failed"]
+        raise UserError(lines[-1].removeprefix("error: ")) from None
+    name = plan["fastest"]
+    if name is None:
+        raise UserError(
+            "run.parallel: auto: no value fits into the GPUs' memory; write a smaller"
+            " trainer.per_device_train_batch_size, or name a value (`soren-align plan` lists them)"
+        )
+    print_labelled(stderr_console(), "parallel", f"{name}, the fastest that fits")
+    return chosen(name)
 
 
 def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:
@@ -297,10 +349,19 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return failure.code
 
 
-def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, processes: int) -> int:
+def plan(
+    recipe: Recipe,
+    next_command: str,
+    *,
+    full: bool,
+    as_json: bool,
+    processes: int,
+    gpu_memory: float | None = None,
+) -> int:
     """Print what `train` would do with this number of processes: a summary, or all of it.
     Returns the exit code.
 
+    gpu_memory: of each GPU, in GB; None: this machine's, or the plan's own assumption.
     next_command: the one that trains the recipe; printed last, unless training would not start.
     """
     accumulation(recipe, processes)  # raises before torch is imported
@@ -317,7 +378,10 @@ def plan(recipe: Recipe, next_command: str, *, full: bool, as_json: bool, proces
         from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         result, account = planning.plan_training(
-            recipe, counting(show, "Counting tokens"), processes
+            recipe,
+            counting(show, "Counting tokens"),
+            processes,
+            gpu_memory * 1e9 if gpu_memory else gpu_bytes(),
         )
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")

@@ -7,6 +7,7 @@ read theirs when they are imported, so that `set_environment` comes before torch
 import ctypes
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -210,6 +211,16 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     return [gpu.name.removeprefix("nvidia") for gpu in _gpus()]
+
+
+def gpu_bytes() -> float | None:
+    """Return the memory of this machine's smallest GPU, by nvidia-smi; None without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return min(float(line) * 2**20 for line in done.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def _gpus() -> list[Path]:

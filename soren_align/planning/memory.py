@@ -207,10 +207,6 @@ def components(rank: Rank) -> Iterator[Component]:
             "Kahan compensation", rank.shard.total * compensation, "16 bits per weight", location
         )
         yield Component("gradients", num_bytes, detail, location)
-        # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all
-        # gradients.
-        has_buckets = rank.num_ranks > 1 and not is_sharded
-        yield Component("gradient buckets", num_bytes * has_buckets, f"{detail}, copied by DDP")
     numel = rank.shard.others if optimizer.spectral_map else rank.shard.total
     weight, is_compensated = (
         (model.weight_bytes, compensation > 0) if parallel.kind == "ddp" else (FLOAT32, False)

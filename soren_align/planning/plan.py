@@ -42,6 +42,7 @@ from .flops import UNBOUNDED_LENGTH, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine, outline
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
+from .strategies import GPU_BYTES, fastest, strategies
 
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
 """Components of a rank's memory that a checkpoint contains beside the weights."""
@@ -54,12 +55,15 @@ NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_c
 
 
 def plan_training(
-    recipe: Recipe, on_examples: Callable[[int], object] | None = None, num_ranks: int = 1
+    recipe: Recipe,
+    on_examples: Callable[[int], object] | None = None,
+    num_ranks: int = 1,
+    gpu_bytes: float | None = None,
 ) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
     on_examples: called with the number of examples just tokenized, for a progress bar. num_ranks:
-    processes.
+    processes. gpu_bytes: of each GPU's memory; None: GPU_BYTES.
     """
     # Read the data as training reads them, into a scratch folder: a plan must not change a run.
     local = on_this_machine(recipe)
@@ -86,7 +90,10 @@ def plan_training(
     costs = compute(
         recipe, build_outline, kinds, inputs.account, steps["global_batch_size"], args.max_length
     )
-    ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
+    frozen = count_frozen(recipe, model)
+    ranks = processes(recipe, routes, frozen, num_ranks, costs)
+    gpu_bytes = gpu_bytes or GPU_BYTES
+    choices = strategies(recipe, routes, frozen, costs, num_ranks, total, gpu_bytes)
     # Whether the evaluation after training could run: known now, not after hours.
     evaluation, more_notices, problems = _evaluation(recipe, inputs)
     about_steps = [
@@ -110,6 +117,10 @@ def plan_training(
         **_update_sizes(recipe, inputs, routes, rates),
         "processes": ranks,
         "compute": costs.as_json(recipe, ranks, total),
+        "parallel": recipe.run.parallel,
+        "strategies": [asdict(choice) for choice in choices],
+        "fastest": fastest(choices) if choices else "ddp",
+        "gpu_memory_bytes": round(gpu_bytes),
         "evaluation": evaluation,
         **_files(recipe, args, model, ranks, total),
         "notices": [*notices, *share_notices(recipe.optimizer.name, table), *more_notices],

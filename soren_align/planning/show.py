@@ -12,6 +12,8 @@ from ..optim import spectral_share
 from ..run.record import describe_dropped, describe_held_out
 from ..training.packing import Packing
 from ..training.report import describe_source
+from .flops import UTILIZATION
+from .strategies import GPU, GPUS_PER_NODE, NETWORK, NVLINK, PCIE
 
 SMALL_MODEL = 1e9
 """Parameters below which the assumed utilization is too high."""
@@ -45,6 +47,7 @@ def print_plan(
     if full or ranks["num_processes"] > 1:
         _print_processes(ranks, console)
     _print_memory(ranks, console, full)
+    _print_strategies(plan, console, full)
     _print_compute(plan, console, full)
     _print_evaluation(plan, console)
     console.print()
@@ -130,8 +133,16 @@ def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
         times = ", ".join(
             f"{estimated_time(number)} on one {name}" for name, number in hours.items()
         )
+        own = next((each for each in plan["strategies"] if each["name"] == plan["parallel"]), None)
+        num = plan["processes"]["num_processes"]
+        if num > 1 and own:
+            times = f"{estimated_time(own['hours'])} on {num} {GPU}s with {own['name']}"
         eight = (
-            "" if "CPU core" in hours else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
+            ""
+            if num > 1 and own
+            else ""
+            if "CPU core" in hours
+            else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
         )
         longer = (
             "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
@@ -383,6 +394,45 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
         for setting, num_bytes in section["memory_saved"].items():
             write("", f"{with_prefix(num_bytes, 'B')} more without {setting}")
         console.print()
+
+
+def _print_strategies(plan: dict[str, Any], console: Console, full: bool) -> None:
+    """Print memory and time of a step for each value of run.parallel, of several processes or where
+    it does not fit.
+    """
+    choices, num = plan["strategies"], plan["processes"]["num_processes"]
+    own = next((each for each in choices if each["name"] == plan["parallel"]), None)
+    if not choices or not (full or num > 1 or (own and not own["fits"])):
+        return
+    rows = []
+    for each in choices:
+        memory = each["memory_bytes"]
+        remark = "" if each["fits"] else "does not fit"
+        if each["is_rounded"] and each["fits"]:
+            remark = "bfloat16 sums"
+        if each["name"] == plan["fastest"]:
+            remark = "fastest that fits"
+        rows.append([
+            each["name"] + (" *" if each is own else ""),
+            "-" if memory is None else f"{memory / 1e9:.1f}",
+            f"{each['bytes_sent'] / 1e9:.1f}",
+            f"{each['exposed_seconds']:.2f}",
+            f"{each['step_seconds']:.2f}",
+            f"{each['hours']:.2f}",
+            remark,
+        ])  # fmt: skip
+    head = ["run.parallel", "GB", "GB sent", "s waiting", "s a step", "hours", ""]
+    gpus = f"{num} x {GPU} of {plan['gpu_memory_bytes'] / 1e9:.0f} GB"
+    console.print(_table(head, rows, gpus, "lrrrrrl"))
+    nodes = f", {NETWORK / 1e9:.0f} between nodes of {GPUS_PER_NODE}" * (num > GPUS_PER_NODE)
+    rates = f"{UTILIZATION:.0%} of the peak, {NVLINK / 1e9:.0f} GB/s within a node{nodes}"
+    write = partial(print_labelled, console)
+    write("", f"* the recipe's. Assumed: {rates}, {PCIE / 1e9:.0f} to the CPU's memory")
+    if any(each["is_rounded"] for each in choices):
+        write(
+            "", "bfloat16 sums: of gradients; the maps amplify their rounding (docs/distributed.md)"
+        )
+    console.print()
 
 
 def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:

@@ -237,6 +237,28 @@ def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]
     )
 
 
+def gradient_bytes(recipe: Recipe, rank: Rank) -> tuple[int, str]:
+    """The bytes that a rank sends in a step for averaging gradients, in a ring, and their dtype."""
+    # By DDP and stage 1 once a step, by the others after each micro-batch; an all-reduce is a
+    # reduce-scatter and a gather.
+    mode, num_ranks = rank.parallel, rank.num_ranks
+    num_times = 1 if mode.kind == "ddp" or mode.stage == 1 else accumulation(recipe, num_ranks)
+    num_passes = 1 if mode.kind == "fsdp2" or mode.stage == 3 else 2
+    dtype = {2: "bfloat16", FLOAT32: "float32"}[rank.model.weight_bytes]
+    if mode.kind != "ddp":
+        dtype = mode.gradient_dtype(rank.compute_dtype)
+    numel = num_times * num_passes * rank.whole.total
+    return numel * ITEMSIZE[dtype] * (num_ranks - 1) // num_ranks, dtype
+
+
+def peak_memory(cost: StepCost, costs: Compute) -> int | None:
+    """The bytes on the device of the rank that has most; None if the activations are unknown."""
+    if costs.activation_bytes is None:
+        return None
+    of_passes = cost.memory_bytes("device", "forward_backward") + costs.activation_bytes
+    return max(of_passes, cost.memory_bytes("device", "optimizer_step"))
+
+
 def processes(
     recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int], num_ranks: int, costs: Compute
 ) -> dict[str, Any]:
@@ -296,23 +318,7 @@ def processes(
     # A map by decomposition has no count of operations, and then no FLOPs are shown.
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
-    # Gradients are averaged in a ring: by DDP and stage 1 once a step, by the others after each
-    # micro-batch; an all-reduce is a reduce-scatter and a gather.
-    num_times = (
-        1 if strategy.kind == "ddp" or strategy.stage == 1 else accumulation(recipe, num_ranks)
-    )
-    num_passes = 1 if strategy.kind == "fsdp2" or strategy.stage == 3 else 2
-    gradient_dtype = {2: "bfloat16", FLOAT32: "float32"}[model.weight_bytes]
-    if strategy.kind != "ddp":
-        gradient_dtype = strategy.gradient_dtype(rank.compute_dtype)
-    sent = (
-        num_times
-        * num_passes
-        * rank.whole.total
-        * ITEMSIZE[gradient_dtype]
-        * (num_ranks - 1)
-        // num_ranks
-    )
+    sent, gradient_dtype = gradient_bytes(recipe, rank)
     name = {"ddp": "DDP", "zero": f"ZeRO {strategy.stage}", "fsdp2": "FSDP2"}[strategy.kind]
     return {
         "num_processes": num_ranks,

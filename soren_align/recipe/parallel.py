@@ -18,6 +18,9 @@ from .schema import Recipe
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
 
+AUTO = "auto"
+"""The fastest of NAMES that fits, chosen before the processes start (launch.commands)."""
+
 # DeepSpeed's names of settings in the recipe: with "auto" transformers fills them in.
 _FILLED = {
     "train_batch_size": "run.global_batch_size",
@@ -116,7 +119,7 @@ def parallel(name_or_path: str) -> Parallel:
     Raises UserError, with every mistake, for a file that cannot be read or has settings that are
     not supported.
     """
-    if name_or_path == "ddp":
+    if name_or_path in ("ddp", AUTO):
         return Parallel("ddp")
     if name_or_path in NAMES:
         folder, suffix = (
@@ -128,8 +131,8 @@ def parallel(name_or_path: str) -> Parallel:
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
         hint = did_you_mean(
             name_or_path.lower(),
-            NAMES,
-            f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)",
+            (*NAMES, AUTO),
+            f"write {', '.join((*NAMES, AUTO))}, or a file's path (.json, .yaml)",
         )
         raise UserError(f"found {name_or_path!r}, which is neither a known name nor a file{hint}")
     text = read_text(path)

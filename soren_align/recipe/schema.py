@@ -280,8 +280,9 @@ class Run(Section):
     (DeepSpeed) shards the optimizer states among the processes. `zero2` also shards the gradients.
     `zero3` also shards the gradients and the weights. `fsdp2` (torch) shards optimizer states,
     gradients and weights. `zero2-offload` and `zero3-offload` keep the optimizer states in CPU
-    memory. You can also write the path of a DeepSpeed config (.json) or of an accelerate config for
-    FSDP2 (.yaml)."""
+    memory. `auto`: the fastest of these that fits, as `soren-align plan` finds it. You can
+    also write the path of a DeepSpeed config (.json) or of an accelerate config for FSDP2
+    (.yaml)."""
     global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Examples per optimizer step, for any number of processes. gradient_accumulation_steps is
     computed from this number. null: per_device_train_batch_size x gradient_accumulation_steps x

@@ -40,10 +40,10 @@ def num_bytes(cost, location="device", phase="always"):
     return {part.name: part.num_bytes for part in cost.memory if (part.location, part.phase) == (location, phase)}
 
 
-def test_ddp_holds_everything_whole_and_its_gradients_twice():
+def test_ddp_holds_everything_whole():
     cost = cost_of(SHAPES, 10, Parallel("ddp"), 2, {"workspace_mb": 0.0})
     states = 4 * (39 + 2 * 10)  # one moment of a matrix, two of the rest
-    assert num_bytes(cost) == {"weights": 196, "optimizer states": states, "gradients": 196, "gradient buckets": 196}
+    assert num_bytes(cost) == {"weights": 196, "optimizer states": states, "gradients": 196}
     # the map of 4 x 6: three of 4 x 6 and one of 4 x 4, and its input
     assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (16 + 4 * 24)
     alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, {"name": "adamw"}, sizes={"has_reference": True})

@@ -86,7 +86,8 @@ def measured(loaded):
     ("mistral-7b/paper-soren", True, ()),
 ])  # fmt: skip
 def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):
-    loaded = recipe.load(name, [*small(name, tmp_path), f"trainer.bf16={bf16}", "run.parallel=ddp", *more])
+    loaded = recipe.load(name, [*small(name, tmp_path), f"trainer.bf16={bf16}", "run.parallel=ddp",
+                                "trainer.train_sampling_strategy=random", *more])  # fmt: skip
     plan, _ = planning.plan_training(loaded)
     planned = {part["name"]: part["num_bytes"] for part in plan["processes"]["memory"]}
     real = measured(loaded)

@@ -46,7 +46,7 @@ def test_the_readings_differ_in_the_starting_weights_alone(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_plan_needs_no_hub(name, monkeypatch):
-    monkeypatch.setattr(planning, "compute", lambda *_: Compute(256, 256, False, 10**9, 10**9, 10**14))
+    monkeypatch.setattr(planning, "compute", lambda *_: Compute(256, 256, 256, 256, False, 10**9, 10**9, 10**14))
     plan = planning.plan_training(recipe.load(name))[0]
     assert plan["model"]["num_parameters"] == 596_049_920  # as published, tied
     assert plan["steps"]["total"] == 5000

@@ -42,7 +42,7 @@ def test_frozen_parameters_stay_and_the_others_change(tmp_path):
 @pytest.fixture
 def quick_plan(monkeypatch):
     """plan_training without the passes, which take seconds."""
-    monkeypatch.setattr(planning, "compute", lambda *args: Compute(24, 24.0, True, None, None, None))
+    monkeypatch.setattr(planning, "compute", lambda *args: Compute(24, 24.0, 24.0, 24.0, True, None, None, None))
     return planning.plan_training
 
 

@@ -34,7 +34,7 @@ def long_texts(tmp_path_factory):
 @pytest.fixture
 def packed(tiny_run, long_texts, monkeypatch):
     """packed(*overrides): a run over one epoch of packed texts, and its plan without passes."""
-    monkeypatch.setattr(planning, "compute", lambda *_: Compute(NUM_TOKENS, NUM_TOKENS, True, None, None, None))
+    monkeypatch.setattr(planning, "compute", lambda *_: Compute(*[NUM_TOKENS] * 4, True, None, None, None))
 
     def make(*overrides, name="run"):
         run = tiny_run(

@@ -106,7 +106,7 @@ def test_ranks_have_disjoint_examples_and_one_process_s_batches(tiny_run, num_ra
 
 
 def test_a_plan_has_the_steps_and_describes_the_first_examples(tiny_run, monkeypatch):
-    monkeypatch.setattr(planning, "compute", lambda *_: Compute(60, 60, True, None, None, None))
+    monkeypatch.setattr(planning, "compute", lambda *_: Compute(60, 60, 60, 60, True, None, None, None))
     run = tiny_run("sft", "data.streaming=true", "data.eval={fraction: 0.1}")
     plan, account = planning.plan_training(run.recipe)
     assert (plan["steps"]["total"], plan["steps"]["per_epoch"], plan["steps"]["num_epochs"]) == (6, None, None)
