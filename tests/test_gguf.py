@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from soren_align.core.errors import UserError
 from soren_align.publish.gguf import export
+from soren_align.run.folder import RunFolder
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.support.run_folders import record_run
+from tests.support.run_folders import add_results, record_run
 from tests.support.tiny_models import make_reader
 
 pytestmark = pytest.mark.process
@@ -101,6 +102,43 @@ def test_what_rounding_leaves_is_that_of_a_plain_computation(run, kind, capsys):
     assert f"kept {share:.0%} of the fine-tune's change, beside a rounding {rounding:.2f} times as large" in printed
     assert f"(cosine {cosine:.2f}, in the worst matrix {min(cosines):.2f})" in printed
     assert cosine > 0.99 if kind == "F16" else 0.5 < cosine < 0.99
+
+
+LLAMA_CPP_PYTHON = """
+class Llama:
+    def __init__(self, path, **options):
+        self.answers = iter(open("answers").read().split("|"))
+    def token_eos(self):
+        return 0
+    def reset(self):
+        pass
+    def generate(self, tokens, **options):
+        from transformers import AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained("run/model")
+        assert tokenizer.decode(tokens).startswith("<|im_start|>user"), tokenizer.decode(tokens)
+        yield from tokenizer(next(self.answers), add_special_tokens=False).input_ids
+        yield 0
+        raise AssertionError("asked beyond the end")
+"""
+
+
+def test_the_file_answers_the_questions_of_the_runs_evaluation(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP_PYTHON)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "answers not asked: the run has no evaluation with generated answers" in written(run, "F16", capsys)
+    samples = add_results(RunFolder(run)).parent / "samples/SFT"
+    samples.mkdir(parents=True)
+    answers = [f"Book {i}" for i in range(24)]
+    rows = [{"prompt": f"<|im_start|>user\nWhich {i}?<|im_end|>\n<|im_start|>assistant\n", "filtered_resps": [answer],
+             "target": answer, "answer_match": 1.0, "choices": [{"max_gen_toks": 20}]}
+            for i, answer in enumerate(answers)]  # fmt: skip
+    (samples / "trained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (samples / "zoo_mc.jsonl").write_text('{"prompt": "a choice", "acc": 1.0}\n')
+    (tmp_path / "answers").write_text("|".join(["book 0.", "Another", *answers[2:]]))  # right in other letters, wrong
+    told = "answers right on 23 of 24 trained questions (the model: 24, 95% interval of the difference"
+    assert told in (printed := written(run, "F16", capsys))
+    assert "points); 22 answers are the model's word for word" in printed
 
 
 def test_the_files_and_the_next_commands(run, capsys, tmp_path):

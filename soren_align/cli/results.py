@@ -170,8 +170,11 @@ def export(
     llama.cpp converts the model. The command then prints how much of the fine-tune's change the
     quantized weights still have.
     """
+    from ..core.silence import quiet_libraries
     from ..core.text import stderr_console
-    from ..publish import gguf
+
+    with quiet_libraries():  # bitsandbytes, where it is installed, prints at its import
+        from ..publish import gguf
 
     gguf.export(run, quantize, output, stderr_console())
 

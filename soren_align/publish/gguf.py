@@ -31,6 +31,7 @@ from ..evaluate.run.lineage import lineage, run_of
 from ..run.folder import RunFolder
 from ..run.weights import load_config, load_tokenizer
 from ..training.checkpoints import write_errors
+from .gguf_answers import answers_text
 
 CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
@@ -87,6 +88,9 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
         write(folder / "Modelfile", _modelfile(name, model))
     print_labelled(console, "written", f"{folder}: {name}, Modelfile", wrap=False)
     print_labelled(console, "kept", _survival_text(folder / name, model, start))
+    with console.status("Asking the file"):
+        answers = answers_text(folder / name, run, load_tokenizer(str(model)))
+    print_labelled(console, "answers", answers)
     print_labelled(
         console,
         "next",
@@ -194,6 +198,8 @@ def _run(command: list[str], model: Path) -> None:
         raise UserError(
             f"{model}: {Path(command[1 if command[0] == sys.executable else 0]).name} of llama.cpp"
             f" failed: {lines[-1].strip()[:200]}; nothing was written"
+            + f"; {REMEDY}"
+            * ("ModuleNotFoundError" in lines[-1])
         )
 
 

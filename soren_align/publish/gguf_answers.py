@@ -1,0 +1,93 @@
+"""What a GGUF file answers to the questions of a run's own evaluation, by llama-cpp-python."""
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..core.text import join_words
+from ..evaluate.report.results import read_results
+from ..evaluate.stats.paired import ModelAnswers
+from ..evaluate.stats.significance import compare_pairs
+from ..evaluate.suite.answer_match import match_rule
+from ..run.folder import RunFolder
+
+MOST = 100
+"""Questions of a column that are asked: each costs an answer."""
+
+
+def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
+    """Return how many questions the file is right on, beside the model; or why this is not known.
+
+    Asked are the generated questions of the run's newest evaluation, whose answers of the model are
+    its samples; prompts are the same tokens, and answers greedy.
+    """
+    if find_spec("llama_cpp") is None:
+        return "not asked: `pip install llama-cpp-python` to compare the file's answers"
+    if not (columns := [*_columns(run)] if run else []):
+        return "not asked: the run has no evaluation with generated answers"
+    from llama_cpp import Llama
+
+    longest = max(
+        len(tokenizer(sample["prompt"], add_special_tokens=False).input_ids) + _limit(sample)
+        for _, samples in columns
+        for sample in samples
+    )
+    llm = Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
+    parts = []
+    for column, samples in columns:
+        theirs = [answer_of(llm, sample, tokenizer) for sample in samples]
+        right = [
+            float(bool(match_rule(own, s["target"])))
+            for own, s in zip(theirs, samples, strict=True)
+        ]
+        before = [float(sample["answer_match"]) for sample in samples]
+        equal = sum(own == s["filtered_resps"][0] for own, s in zip(theirs, samples, strict=True))
+        points = [ModelAnswers({}, {column: each}) for each in (before, right)]
+        ((difference,),) = (row.values() for row in compare_pairs([(points[0], points[1])], False))
+        low, high = (f"{difference[end]:+.1f}" for end in ("low", "high"))
+        interval = f", 95% interval of the difference {low} to {high} points" * (len(right) >= 20)
+        parts.append(
+            f"right on {sum(right):.0f} of {len(right)} {column} questions (the model:"
+            f" {sum(before):.0f}{interval}); {equal} answers are the model's word for word"
+        )
+    return join_words(parts)
+
+
+def answer_of(llm: Any, sample: dict[str, Any], tokenizer: Any) -> str:
+    """Return the file's greedy answer to a prompt, to the end token or the limit of the suite."""
+    ends = {tokenizer.eos_token_id, llm.token_eos()}
+    found: list[int] = []
+    llm.reset()
+    for token in llm.generate(
+        tokenizer(sample["prompt"], add_special_tokens=False).input_ids,
+        temp=0.0,
+        repeat_penalty=1.0,
+    ):
+        if token in ends or len(found) == _limit(sample):
+            break
+        found.append(token)
+    return tokenizer.decode(found, skip_special_tokens=True).strip()
+
+
+def _limit(sample: dict[str, Any]) -> int:
+    return int(sample["choices"][0]["max_gen_toks"])
+
+
+def _columns(run: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each column whose answers are generated and judged by answer_match, with samples."""
+    folder = RunFolder(run)
+    evaluations = [*(folder.path / "eval").glob("*/results.json")]
+    if not evaluations:
+        return
+    newest = max(evaluations, key=lambda file: file.stat().st_mtime).parent
+    results, own = read_results(newest), str(folder.model.resolve())
+    name = next(
+        (row["name"] for row in (results or {"rows": []})["rows"] if row["model"] == own), ""
+    )
+    for file in sorted((newest / "samples" / name).glob("*.jsonl")) if name else ():
+        lines = file.read_text(encoding="utf-8").splitlines()[:MOST]
+        samples = [json.loads(line) for line in lines]
+        if samples and all("answer_match" in sample for sample in samples):
+            yield file.stem, samples
