@@ -217,6 +217,15 @@ def test_a_kind_can_be_chosen_and_a_longest_answer_has_room(tmp_path):
     assert yaml.safe_load((tmp_path / "mine/sft.yaml").read_text())["trainer"]["max_length"] == 640
 
 
+@pytest.mark.parametrize(("rows", "epochs"), [(FAQ, 20), (LABELS, 3)], ids=["facts", "labels"])
+def test_a_pretrained_model_gets_the_steps_that_facts_need(tmp_path, rows, epochs):
+    write_csv(tmp_path / "my.csv", ["question", "answer"], rows)
+    new(tmp_path, "my.csv", "--model", "some/model")
+    made = recipe.load(str(tmp_path / "mine/sft.yaml"), [])
+    assert made.trainer["num_train_epochs"] == epochs
+    assert (made.model.lora is not None, made.optimizer.lr) == ((True, 1e-3) if epochs == 20 else (False, 2e-5))
+
+
 @pytest.mark.parametrize(("head", "order"), [
     (("Kategorie", "Nachricht"), -1),
     (("Frage", "Antwort"), 1), (("Antwort", "Frage"), -1), (("réponse courte", "Question"), -1), (("A", "B"), 1),

@@ -64,7 +64,8 @@ def new(
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Your questions and answers, chats or pairs (.csv, .xlsx, .jsonl)."
+            metavar="FILE",
+            help="Your questions and answers, chats or pairs (.csv, .xlsx, .json, .jsonl).",
         ),
     ] = None,
     question: Annotated[
@@ -119,7 +120,7 @@ def new(
         "chat.jsonl, pairs.jsonl: examples; replace them by your own",
         "questions/*/test.jsonl: questions; replace them by your own",
     ]
-    notices = []
+    notices, looks = [], None
     if own:
         looks, reason = kind_of(own.pairs)
         lines, notices = write_questions(
@@ -133,7 +134,10 @@ def new(
         columns = ["trained", "rephrased", "preference", *["general"] * bool(model)]
         keep_columns(target / "questions", columns)
     for file in target.glob("*.yaml"):
-        _write_recipe(file, schema, model, own.pairs if own else [])
+        are_facts = (
+            own is not None and not (own.rejected or own.chats) and (kind or looks) == "facts"
+        )
+        _write_recipe(file, schema, model, own.pairs if own else [], are_facts=are_facts)
     if model and not has_gpu():
         notices.append(
             "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name"
@@ -160,7 +164,9 @@ KINDS = {
 }
 
 
-def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[Pair]) -> None:
+def _write_recipe(
+    file: Path, schema: str, model: str | None, pairs: list[Pair], *, are_facts: bool
+) -> None:
     """Write a copied recipe with the user's model, and with room for the longest example."""
     from ..core.document import parse, with_modeline
     from ..launch.environment import has_gpu
@@ -178,6 +184,8 @@ def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[Pair])
         values |= {"bf16": "true"} if has_gpu() else {}
         values |= {"name_or_path": json.dumps(model)} if task == "sft" else {}
         values |= {"max_length": str(start["trainer"]["max_length"])}
+        if are_facts:  # a model learns single facts by heart in many small steps, or not at all
+            values |= FACTS
     elif pairs:  # a token is a byte; the template has about forty more
         longest = max(len((prompt + reply).encode()) for prompt, reply in pairs) + 64
         values = {"max_length": str(min(max(512, -(-longest // 128) * 128), TINY_LENGTH))}
@@ -187,9 +195,18 @@ def _write_recipe(file: Path, schema: str, model: str | None, pairs: list[Pair])
         for key, line in zip(keys, lines, strict=True)
         if not (model and (key == "init_seed" or (key == "use_cpu" and has_gpu())))
     ]
+    if model and are_facts:
+        lines.insert(next(i for i, line in enumerate(lines) if "name_or_path:" in line) + 1, LORA)
     file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
 
 
+FACTS = {
+    "lr": "1.0e-3                                  # for LoRA of SmolLM2-135M; less if it forgets",
+    "num_train_epochs": "20                        # to learn them by heart",
+}
+"""Of 24 facts SmolLM2-135M-Instruct is right on 24 after this, and on 29 of 40 general questions (24
+before); after 15 epochs at 5e-4 on 1 of 24 (30 November 2026, CPU)."""
+LORA = "  lora: {r: 16}                               # adapters; without this line all weights"
 TINY_LENGTH = 1024
 """The positions of configs/models/tiny."""
 

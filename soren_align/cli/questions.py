@@ -188,7 +188,7 @@ def _refuse_few(data: str, num: int, noun: str) -> None:
 def _conversations(data: str, rows: list[Record], column: str) -> OwnData:
     """Return conversations; the test asks their first questions, after their system prompt.
 
-    Later turns answer what was said before, which a question alone does not have.
+    Later turns answer earlier ones, which a question alone does not have.
     """
     pairs: dict[str, str] = {}
     systems: dict[str, str] = {}
@@ -207,11 +207,11 @@ def _conversations(data: str, rows: list[Record], column: str) -> OwnData:
         )
         speakers = [ROLE_ALIASES.get(str(role).lower(), role) for role in roles]
         first = int(speakers[:1] == ["system"])
-        spoken = texts[: first + 2]
+        first_texts = texts[: first + 2]
         if speakers[first : first + 2] != ["user", "assistant"]:
             continue
-        if all(isinstance(text, str) and text.strip() for text in spoken):
-            *system, question, answer = (text.strip() for text in spoken)
+        if all(isinstance(text, str) and text.strip() for text in first_texts):
+            *system, question, answer = (text.strip() for text in first_texts)
             if question not in pairs:
                 pairs[question], systems[question] = answer, "".join(system)
     _refuse_few(data, len(rows), "conversations")

@@ -441,8 +441,6 @@ def reshard(run: str) -> None:
                 f"{folder}: the recipe has no run.global_batch_size, so another number of processes"
                 f" would change the number of examples per step; {same}"
             )
-        if parallel(recipe.run.parallel).kind == "fsdp2":
-            raise UserError(f"{folder}: checkpoints of FSDP2 cannot be converted; {same}")
         refuse_ranks("reshard")
         set_environment(recipe)
         console = stderr_console()

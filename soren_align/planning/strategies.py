@@ -65,11 +65,11 @@ def strategies(
     if not costs.flops_per_step or recipe.trainer.get("use_cpu"):
         return []
     model = model_sizes(recipe, routes, frozen)
-    found = []
+    choices = []
     for name in supported(recipe, num_ranks):
         rank = Rank(model, parallel(name), num_ranks, recipe.optimizer, compute_dtype(recipe))
-        found.append(_strategy(name, recipe, rank, costs, num_steps, gpu_bytes))
-    return sorted(found, key=lambda each: (not each.fits, each.step_seconds))
+        choices.append(_strategy(name, recipe, rank, costs, num_steps, gpu_bytes))
+    return sorted(choices, key=lambda each: (not each.fits, each.step_seconds))
 
 
 def supported(recipe: Recipe, num_ranks: int) -> Iterator[str]:

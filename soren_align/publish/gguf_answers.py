@@ -58,17 +58,17 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
 def answer_of(llm: Any, sample: dict[str, Any], tokenizer: Any) -> str:
     """Return the file's greedy answer to a prompt, to the end token or the limit of the suite."""
     ends = {tokenizer.eos_token_id, llm.token_eos()}
-    found: list[int] = []
+    answer: list[int] = []
     llm.reset()
     for token in llm.generate(
         tokenizer(sample["prompt"], add_special_tokens=False).input_ids,
         temp=0.0,
         repeat_penalty=1.0,
     ):
-        if token in ends or len(found) == _limit(sample):
+        if token in ends or len(answer) == _limit(sample):
             break
-        found.append(token)
-    return tokenizer.decode(found, skip_special_tokens=True).strip()
+        answer.append(token)
+    return tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
 def _limit(sample: dict[str, Any]) -> int:

@@ -183,7 +183,8 @@ def make_universal(checkpoint: Path) -> None:
     verify(checkpoint)
     if origin.get("processes") is None:
         return
-    # DDP's checkpoints are whole: only their seal binds them to a number of processes.
+    # DDP's checkpoints are whole, and torch reads FSDP2's shards into any others: only their seal
+    # binds these to a number of processes.
     if latest_tag.is_file():
         try:
             to_universal(checkpoint)

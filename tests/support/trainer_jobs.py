@@ -243,6 +243,18 @@ def fsdp2_on_cpus():
         yield
 
 
+RESHARDED = ("run.parallel=fsdp2", "trainer.max_steps=10", *FOR_TWO_OR_THREE)
+
+
+def resharded(make):
+    """A run that two ranks leave after step 3 and three after step 7; one ends it."""
+    step = {1: None, 2: 3, 3: 7}[make.ranks.num_ranks]
+    with fsdp2_on_cpus():
+        if step:
+            return killed(make, "resharded", "fsdp2", *RESHARDED[1:], step=step)
+        return make("resharded", "sft", *RESHARDED).train()
+
+
 def freed(make):
     """Three ranks go on where two have left."""
     for mode, overrides in FREED.items():

@@ -9,12 +9,14 @@ import pytest
 import torch
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
+from soren_align.launch import commands
 from soren_align.recipe import checks, parallel
 from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.training import checkpoints
 from soren_align.training.setup import trl_arguments
-from tests.support.trainer_jobs import DPO, PACKED, SOREN
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_jobs import DPO, PACKED, RESHARDED, SOREN
 from tests.support.trainer_parity import (
     assert_own_references,
     assert_resumed,
@@ -22,6 +24,7 @@ from tests.support.trainer_parity import (
     furthest,
     one_process,
     one_process_logs,
+    ranks_do,
     weights,
 )
 from transformers import AutoModelForCausalLM
@@ -70,6 +73,19 @@ def test_in_bfloat16_the_losses_are_not_rounded_and_the_export_is_of_the_masters
     for name, tensor in weights(folder / "bfloat16-fsdp2").items():
         assert tensor.dtype == torch.float32
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(rank_pools, tmp_path):
+    for num_ranks in (2, 3, 1):
+        assert ranks_do(rank_pools(num_ranks), "resharded", tmp_path) == [True] * num_ranks
+        if num_ranks > 1:
+            with mock.patch.object(checks, "_check_parallel"):  # they refuse fsdp2 without GPUs
+                commands.reshard(str(tmp_path / "resharded"))
+    run = RunFolder(tmp_path / "resharded")
+    assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (1, [2, 6])
+    alone = TinyRun(tmp_path / "alone", "sft", *RESHARDED[1:])
+    alone.train()
+    assert furthest(weights(alone.folder.path), weights(run.path)) <= 2e-6
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
