@@ -14,8 +14,7 @@ def reshard(
 ) -> None:
     """Convert a checkpoint for another number of processes.
 
-    The command rewrites the run's last checkpoint. Rerun the training command afterwards. FSDP2 is
-    not supported.
+    The command rewrites the run's last checkpoint. Rerun the training command afterwards.
     """
     from ..launch import commands
 

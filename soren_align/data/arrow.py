@@ -100,7 +100,10 @@ def token_lengths(dataset: Dataset) -> list[int]:
     lengths: list[int] = []
     batches: Any = dataset.select_columns(columns).with_format("arrow").iter(BATCH_SIZE)
     for batch in batches:
-        own = {name: pc.list_value_length(batch[name]).to_numpy() for name in columns}
+        own = {
+            name: pc.call_function("list_value_length", [batch[name]]).to_numpy()
+            for name in columns
+        }
         if "prompt_ids" in own:
             longer = np.maximum(own["chosen_ids"], own["rejected_ids"])
             lengths += (own["prompt_ids"] + longer).tolist()

@@ -16,7 +16,8 @@ MOST_PROCESSES = 16
 AHEAD = 2
 """Results for each process that wait for their turn: the memory is bounded."""
 _work: Callable[[Any], Any]
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def default_processes() -> int:

@@ -27,7 +27,7 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
         return "not asked: `pip install llama-cpp-python` to compare the file's answers"
     if not (columns := [*_columns(run)] if run else []):
         return "not asked: the run has no evaluation with generated answers"
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports] (an optional package)
 
     longest = max(
         len(tokenizer(sample["prompt"], add_special_tokens=False).input_ids) + _limit(sample)

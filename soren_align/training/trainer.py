@@ -213,7 +213,8 @@ class SorenTrainerMixin(Trainer):
             return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        dataset = self.train_dataset if dataset is None else dataset
+        own: Any = self.train_dataset
+        dataset = own if dataset is None else dataset
         if self.args.train_sampling_strategy == "group_by_length" and has_length(dataset):
             # By the batch of all ranks, so that the order is that of one process. transformers'
             # own knows no pairs.
