@@ -34,7 +34,6 @@ from ..recipe import (
     accumulation,
     adapter_config,
     load_resolved,
-    parallel,
     recorded_quantization,
     trainer_value,
 )

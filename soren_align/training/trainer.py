@@ -213,15 +213,14 @@ class SorenTrainerMixin(Trainer):
             return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        own: Any = self.train_dataset
-        dataset = own if dataset is None else dataset
+        dataset = self.train_dataset if dataset is None else dataset
         if self.args.train_sampling_strategy == "group_by_length" and has_length(dataset):
             # By the batch of all ranks, so that the order is that of one process. transformers'
             # own knows no pairs.
-            per_rank = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            lengths = token_lengths(dataset)
+            examples: Any = dataset
+            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             self.train_sampler = LengthGroupedSampler(
-                per_rank * self.ranks.num_ranks, lengths=lengths
+                size * self.ranks.num_ranks, lengths=token_lengths(examples)
             )
         else:
             self.train_sampler = super()._get_train_sampler(dataset)
