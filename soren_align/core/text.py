@@ -267,16 +267,19 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
         thread.join()
 
 
-def counting(show: Callable[[str], object], activity: str) -> Callable[[int], None]:
-    """Return a callback that shows the sum of the numbers of examples it gets: a large dataset
-    takes minutes.
+def counting(show: Callable[[str], object], activity: str) -> Callable[[int, int], None]:
+    """Return a callback that shows the sum of the numbers of examples it gets, and their tokens in a
+    second: a large dataset takes minutes.
     """
-    total = 0
+    total = num_tokens = 0
+    start = time.monotonic()
 
-    def on_examples(number: int) -> None:
-        nonlocal total
-        total += number
-        show(f"{activity}: {total:,} examples")
+    def on_examples(number: int, tokens: int) -> None:
+        nonlocal total, num_tokens
+        total, num_tokens = total + number, num_tokens + tokens
+        speed = num_tokens / max(time.monotonic() - start, 1e-9)
+        tokens_per_second = f", {speed:,.0f} tokens/s" * (num_tokens > 0)
+        show(f"{activity}: {total:,} examples{tokens_per_second}")
 
     return on_examples
 

@@ -39,18 +39,22 @@ def tokenize(
     cache: Path | None,
     assistant_only_loss: bool = False,
     completion_only_loss: bool = True,
-    on_examples: Callable[[int], object] | None = None,
+    on_examples: Callable[[int, int], object] | None = None,
     num_processes: int | None = None,
 ) -> Dataset:
     """The examples of a dataset from `load_split` as columns of tokens, before truncation:
     `masks.token_columns`.
 
     cache: the user's cache folder; None: a temporary folder, removed with the returned dataset.
-    on_examples: called with the number of examples just tokenized or read. num_processes: None:
+    on_examples: called with the numbers of examples just tokenized or read, and of their tokens
+    (0: read). num_processes: None:
     `default_processes`; any number writes the same bytes. Raises UserError if the template fails on
     an example, or the folder cannot be written.
     """
-    passed_on, report = TASKS[task].passed_on, on_examples or (lambda num_examples: None)
+    passed_on, report = (
+        TASKS[task].passed_on,
+        on_examples or (lambda num_examples, num_tokens: None),
+    )
     features = Features(
         {**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))}
     )
@@ -64,7 +68,7 @@ def tokenize(
         number = min(num_processes or default_processes(), len(starts) // 4)
         for table in in_order(tokens_from, starts, number):
             num_tokenized += len(table)
-            report(len(table))
+            report(len(table), _num_tokens(table))
             yield table
 
     def tokens_from(start: int) -> pa.Table:
@@ -108,8 +112,13 @@ def tokenize(
         tokens = cached(root, key, features, batches)
     if cache is None:
         weakref.finalize(tokens, shutil.rmtree, root, ignore_errors=True)
-    report(len(dataset) - num_tokenized)
+    report(len(dataset) - num_tokenized, 0)
     return tokens
+
+
+def _num_tokens(table: pa.Table) -> int:
+    columns = [table.column(name) for name in table.column_names if name.endswith("_ids")]
+    return sum(len(chunk.flatten()) for column in columns for chunk in column.chunks)
 
 
 def _raise_with_place(

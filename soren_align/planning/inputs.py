@@ -1,5 +1,6 @@
 """Read the inputs of a plan: config, tokenizer and examples."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class Inputs:
     """Sequences of an epoch: packed ones, where examples are packed and can be read; otherwise
     examples."""
     notices: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """Of reading and tokenizing, now."""
 
     @property
     def account(self) -> DatasetStats | None:
@@ -39,7 +42,7 @@ class Inputs:
 
 
 def load_inputs(
-    recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None
+    recipe: Recipe, folder: RunFolder, on_examples: Callable[[int, int], object] | None
 ) -> Inputs:
     """Read files, the hub or its cache; where the hub is out of reach, what the package ships.
 
@@ -49,6 +52,7 @@ def load_inputs(
     name, sources = recipe.model.name_or_path, recipe.data.sources
     # The real preparation, not a copy of it: what it refuses stops `plan` as it would stop
     # training.
+    start = time.monotonic()
     try:
         ready = set_up_training(recipe, folder, on_examples)
         config = load_config(recipe)
@@ -59,7 +63,8 @@ def load_inputs(
     else:
         num_kept = ready.account.num_kept
         num_sequences = ready.packing.num_sequences if ready.packing else num_kept
-        return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices)
+        seconds = time.monotonic() - start
+        return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices, seconds)
     # Out of reach: sizes are known from the package, tokens are not.
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (

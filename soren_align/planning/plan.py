@@ -56,7 +56,7 @@ NO_GPU = "this machine has no GPU; to train on this machine, write trainer.use_c
 
 def plan_training(
     recipe: Recipe,
-    on_examples: Callable[[int], object] | None = None,
+    on_examples: Callable[[int, int], object] | None = None,
     num_ranks: int = 1,
     gpu_bytes: float | None = None,
 ) -> tuple[dict[str, Any], DatasetStats | None]:
@@ -216,6 +216,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         "source": split.source,
         "is_tokenized": True,
         "is_streamed": inputs.ready.stream is not None,
+        "prepared_seconds": round(inputs.seconds, 1),
         "layout": split.layout,
         "num_examples": split.num_examples,
         "num_kept": account.num_kept,

@@ -20,6 +20,10 @@ SMALL_MODEL = 1e9
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
+NOTICEABLE = 20
+"""Seconds of preparation from which they are shown."""
+
+
 def print_plan(
     plan: dict[str, Any], account: DatasetStats | None, console: Console, full: bool = False
 ) -> None:
@@ -213,6 +217,10 @@ def _print_model_and_data(
     )
     lines.append(f"tokens per example: {lengths}")
     lines.append(f"{data['trained_token_share']:.0%} of the tokens are in the loss{unknown}")
+    if (seconds := data["prepared_seconds"]) >= NOTICEABLE and not data["is_streamed"]:
+        lines.append(
+            f"read and tokenized in {estimated_time(seconds / 3600)}, for the training too"
+        )
     if not data["stop_token_trained"]:
         lines.append(
             "the EOS token is NOT in the loss: the model will not learn to end its answers"

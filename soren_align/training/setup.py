@@ -95,7 +95,7 @@ class TrainingSetup:
 def set_up_training(
     recipe: Recipe,
     folder: RunFolder,
-    on_examples: Callable[[int], object] | None = None,
+    on_examples: Callable[[int, int], object] | None = None,
     ranks: Ranks = Ranks(),
 ) -> TrainingSetup:
     """Load tokenizer and data, and check all that can be checked before the model is loaded.
@@ -388,7 +388,7 @@ def tokenize_splits(
     recipe: Recipe,
     splits: Splits[data.LoadedSplit],
     tokenizer: Any,
-    on_examples: Callable[[int], object] | None = None,
+    on_examples: Callable[[int, int], object] | None = None,
 ) -> tuple[Splits[data.LoadedSplit], Splits[Any]]:
     """Return both splits and their tokens, without examples that teach empty answers.
     on_examples: of the training examples.

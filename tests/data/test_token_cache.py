@@ -44,10 +44,11 @@ def test_the_tokens_and_the_account_are_those_of_the_examples(make_tokenizer, da
 
 def test_equal_examples_and_settings_are_tokenized_once(make_tokenizer, dataset, tmp_path, count):
     done = []
-    first = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=done.append)
-    assert (len(count), sum(done)) == (2, 70)
-    again = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=done.append)
-    assert (len(count), sum(done)) == (2, 140)
+    first = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=lambda *numbers: done.append(numbers))
+    num_tokens = sum(map(len, first["input_ids"]))
+    assert (len(count), done) == (2, [(70, num_tokens), (0, 0)])
+    again = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=lambda *numbers: done.append(numbers))
+    assert (len(count), done[2:]) == (2, [(70, 0)])
     assert again[:] == first[:]
     assert again._fingerprint == first._fingerprint  # of which TRL's caches depend
 
