@@ -74,7 +74,7 @@ def test_the_sentence_over_the_table_is_true_of_the_answers(outputs):
         counts[row] = sum(right)
     assert counts["base"] == 0
     assert counts["SFT"] >= 7  # of 8, which are trained 40 times
-    sentence = f"SFT is right on {counts['SFT']} of 8 trained questions (base: 0, too few to judge), "
+    sentence = f"SFT is right on {counts['SFT']} of 8 trained questions (before: 0, too few to judge), "
     printed = [words(text) for text in outputs.texts]
     assert sum(sentence in text for text in printed) == 2  # of `sft` and `eval`
     assert (

@@ -32,7 +32,7 @@ suites_app = typer.Typer(
 
 NEW_FILES = """\
 written   {folder}
-          {recipes}: recipes ({schema}: for editors)
+          {recipes} ({schema}: for editors)
           {files}
 next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
           soren-align docs own-data"""

@@ -7,6 +7,7 @@ file.
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,10 +133,20 @@ class Conversation:
 
 
 class _Printer(TextStreamer):
-    """Prints words as they are complete, without control characters."""
+    """Prints words as they are complete, without control characters, blank lines at the begin, and
+    more than one of them together: an untrained model writes hundreds."""
+
+    _before, _blanks = "", ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        super().on_finalized_text(printable(text), stream_end)
+        text = self._blanks + printable(text)
+        body = text.rstrip()
+        blanks = text[len(body) :]
+        body = _BLANK_LINES.sub("\n\n", body if self._before else _BEGIN.sub("", body))
+        self._before += body
+        # They are printed only before other text.
+        self._blanks = _BLANK_LINES.sub("\n\n", blanks)
+        super().on_finalized_text(body, stream_end)
 
 
 def converse(
@@ -193,6 +204,8 @@ def converse(
 
 
 REPHRASE = "Rephrase this question. Answer with the question alone.\n\n{}"
+_BEGIN = re.compile(r"^\s*\n")
+_BLANK_LINES = re.compile(r"\n\s*\n\s*\n*")
 MAX_WORDING = 96
 """Tokens of a question's other wording."""
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,12 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
         return "not asked: `pip install llama-cpp-python` to compare the file's answers"
     if not (columns := [*_columns(run)] if run else []):
         return "not asked: the run has no evaluation with generated answers"
-    from llama_cpp import Llama  # pyright: ignore[reportMissingImports] (an optional package)
-
     longest = max(
         len(tokenizer(sample["prompt"], add_special_tokens=False).input_ids) + _limit(sample)
         for _, samples in columns
         for sample in samples
     )
-    llm = Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
+    llm = import_module("llama_cpp").Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
     parts = []
     for column, samples in columns:
         theirs = [answer_of(llm, sample, tokenizer) for sample in samples]

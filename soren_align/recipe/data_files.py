@@ -187,11 +187,13 @@ def refuse_unusable_data(
 _QUESTION = (
     "question questions instruction prompt query ask frage fragen pregunta preguntas domanda"
     " domande pergunta perguntas vraag vragen pytanie soru вопрос 问题 質問 질문 term begriff"
+    " betreff anfrage problem"
 )
 _ANSWER = (
     "answer answers output completion response reply antwort antworten réponse réponses reponse"
     " respuesta respuestas risposta risposte resposta respostas antwoord odpowiedź odpowiedz cevap"
     " ответ 答案 回答 답변 definition meaning erklärung"
+    " rückmeldung lösung solution"
 )
 _TEXT = "text message review sentence comment nachricht kommentar satz"
 _LABEL = "label class category sentiment kategorie klasse catégorie categoría"

@@ -66,8 +66,8 @@ def test_the_sentence_over_the_table_counts_and_names_what_it_cannot_show():
     first, second = base["scores"]
     sft["scores"][second]["without_model"] = {"rule": "always 'good'", "value": 65.0}
     assert headline(results) == (
-        f"{sft['name']} is right on 18 of 20 {first} questions ({base['name']}: 0) and 12 of 20 {second} questions"
-        f" ({base['name']}: 10, no clear change; always 'good', without a model: 13)."
+        f"{sft['name']} is right on 18 of 20 {first} questions (before: 0) and 12 of 20 {second} questions"
+        f" (before: 10, no clear change; always 'good', without a model: 13)."
     )
     sft["scores"][first]["value"] = 91.3  # no count
     assert headline(results) == headline(make_results(1, 1)) == ""

@@ -93,7 +93,7 @@ def test_show_prints_status_curve_scores_and_next_commands(run, capsys, monkeypa
     assert "the held-out loss was lowest at step 60 (0.1), and was 0.3 at step 100" in " ".join(text.split())
     assert "curve     loss, o held-out loss, * lowest held-out loss" in text
     assert [line.split() for line in text.splitlines() if line.startswith("SFT  ")] == [["SFT", "100.0", "±", "0.0"]]
-    assert "\nSFT is right on 120 of 120 zoo_mc questions (base: 24).\n" in text
+    assert "\nSFT is right on 120 of 120 zoo_mc questions (before: 24).\n" in text
     assert "next      soren-align chat runs/a --compare start" in text
     assert all(len(line) <= 80 for line in text.splitlines() if "pytest" not in line)  # the start is a long path
 

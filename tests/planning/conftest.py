@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 PASSES_DEPEND_ON = ("bf16", "fp16", "gradient_checkpointing", "packing", "packing_strategy", "padding_free")
-PASSES_DEPEND_ON += ("per_device_train_batch_size",)  # of `trainer`
+PASSES_DEPEND_ON += ("per_device_train_batch_size", "train_sampling_strategy")  # of `trainer`
 
 
 @pytest.fixture(autouse=True)

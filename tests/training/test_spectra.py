@@ -133,7 +133,7 @@ def measured(optimizer, log=MeasurementLog()):
     matrix.grad = torch.randn(*matrix.shape, generator=torch.Generator().manual_seed(0))
     optimizer.step()
     callback.on_optimizer_step(args, state, None)
-    return callback.values(1)
+    return callback.values(1, 0)
 
 
 def new(optimizer_class, shape=(8, 12), **settings):

@@ -113,8 +113,8 @@ def _about(results: Results) -> list[str]:
 def headline(results: Results) -> str:
     """Return in a sentence what the last row answers right, beside the row that it started from.
 
-    "SFT is right on 18 of 20 trained questions (base: 0) and 30 of 40 general questions (base: 31,
-    no clear change)". "" for one row, many columns, or scores that are no counts of right answers.
+    "SFT is right on 18 of 20 trained questions (before: 0) and 30 of 40 general questions (before:
+    31, no clear change)". "" for one row, many columns, or scores that are no counts of right answers.
     """
     own = results["rows"][-1]
     first, differences = start_of(results, own)
@@ -136,8 +136,12 @@ def headline(results: Results) -> str:
         if rule := score.get("without_model"):
             finding += f"; {rule['rule']}, without a model: {rule['value'] * score['n'] / 100:.0f}"
         noun = "pairs" if column == "preference" else f"{column} questions"
-        parts.append(f"{after} of {score['n']:,} {noun} ({first['name']}: {before}{finding})")
-    return f"{own['name']} is right on {join_words(parts)}."
+        name = "before" if first is results["rows"][0] else first["name"]
+        parts.append(f"{after} of {score['n']:,} {noun} ({name}: {before}{finding})")
+    # What is learned by heart need not be known from another wording.
+    is_by_heart = "trained" in scores and not {"rephrased", "held-out"} & {*scores}
+    by_heart = " Asked word for word; other wordings were not asked." * is_by_heart
+    return f"{own['name']} is right on {join_words(parts)}.{by_heart}"
 
 
 def start_of(results: Results, own: Row) -> tuple[Row, dict[str, Any]]:
