@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 PASSES_DEPEND_ON = ("bf16", "fp16", "gradient_checkpointing", "packing", "packing_strategy", "padding_free")
-PASSES_DEPEND_ON += ("per_device_train_batch_size", "train_sampling_strategy")  # of `trainer`
+PASSES_DEPEND_ON += ("per_device_train_batch_size",)  # of `trainer`
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,8 @@ def memoised(compute):
     def compute_once(recipe, build_model, num_blocks, account, batch_size, max_length):
         from soren_align.recipe import parallel
 
+        if account and recipe.trainer.get("train_sampling_strategy"):  # by the batch size
+            return compute(recipe, build_model, num_blocks, account, batch_size, max_length)
         trainer = {key: recipe.trainer.get(key) for key in PASSES_DEPEND_ON}
         lengths = account and (account.lengths, account.num_tokens, account.num_kept)
         kind = parallel(recipe.run.parallel).kind
