@@ -276,9 +276,9 @@ def write_questions(
         else:
             waiting["rephrased"] = records
             notices.append(
-                "the file has no question in two wordings. To test that too, write other wordings"
-                f" in place of `null` in {file}, remove the other lines there, and the # before"
-                " `rephrased` in questions/suite.yaml; or add --rephrase MODEL"
+                "other wordings are not tested, because the file has none. To test them, add five or"
+                f" more of them to {own.name}, each with the answer of its question, and run this"
+                " command again; or add --rephrase MODEL"
             )
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")
