@@ -1,10 +1,13 @@
 """The commands for results: `stats`, `show`, `runs`, `curves`, `merge`, `export` and `push`."""
 
+import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from ..core.errors import UserError
+from ..core.files import local_path
 from .grammar import WITH_JSON, AsJson, refuse_options
 
 
@@ -152,7 +155,12 @@ def merge(
 
 def export(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a finished run, or of a model. Or the word optimizer: Soren and "
+            "Muon as one file of plain torch, on standard output.",
+        ),
     ],
     to: Annotated[
         Literal["gguf"], typer.Option("--to", help="The format: GGUF, of llama.cpp and Ollama.")
@@ -168,8 +176,12 @@ def export(
     """Write the model as a GGUF file, with an Ollama Modelfile.
 
     llama.cpp converts the model. The command then prints how much of the fine-tune's change the
-    quantized weights still have.
+    quantized weights still have, and, where llama-cpp-python is installed, what the file answers.
     """
+    if run == "optimizer" and not local_path(run).exists():
+        file = Path(__file__).parents[1] / "optim/one_file.py"
+        sys.stdout.write(file.read_text(encoding="utf-8"))
+        return
     from ..core.silence import quiet_libraries
     from ..core.text import stderr_console
 

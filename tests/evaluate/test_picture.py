@@ -49,7 +49,9 @@ def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
         arrows = [(text.xyann[0], text.xy) for text in panel.texts if text.arrow_patch]  # from the first row's score
         assert arrows == [(expected[0][0], (x, y)) for x, y, _ in expected[1:] if x != expected[0][0]]
         assert panel.get_xlim() == (0, 100)
-        assert [text.get_text() for text in panel.texts if not text.arrow_patch] == [f"{value:.1f}" for value, *_ in expected]
+        assert [text.get_text() for text in panel.texts if not text.arrow_patch] == [
+            f"{value:.1f}" for value, *_ in expected
+        ]
     names = [label.get_text() for label in drawing.axes[0].get_yticklabels()]
     published = [f"{row['name']} (published)" for row in results["published"]]
     assert names == [row["name"] for row in results["rows"]] + published

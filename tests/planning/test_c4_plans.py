@@ -33,7 +33,9 @@ def plan_of():
     @functools.cache
     def plan(name):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "compute", lambda *_: Compute(256, 256, 256, 256, False, 10**9, 10**9, FLOPS_PER_STEP))
+            patch.setattr(
+                planning, "compute", lambda *_: Compute(256, 256, 256, 256, False, 10**9, 10**9, FLOPS_PER_STEP)
+            )
             return planning.plan_training(recipe.load(name))[0]
 
     return plan

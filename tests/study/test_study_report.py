@@ -148,7 +148,9 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     study = make_study()
     text = " ".join("".join(Reader(report["report.html"]).text).partition("Verdict")[2].split())
     assert headline(study)[0] in text
-    words = ", at the values tried (htmuon has the smallest optimizer.lr), soren is better than adamw; muon and htmuon are"
+    words = (
+        ", at the values tried (htmuon has the smallest optimizer.lr), soren is better than adamw; muon and htmuon are"
+    )
     assert headline(study)[0].startswith(f"On held-out loss{words}")
     few = headline(replace(study, num_questions={"held-out": 40}))
     assert few[0].startswith(f"On held-out loss of only 40 examples{words}")
@@ -185,7 +187,10 @@ def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
     pair = difference("soren", "muon", "held-out", 0.02, 0.01)
     study = make_study()
     study = replace(study, differences=[*study.differences, pair])
-    assert [line.rpartition("), ")[2].partition("loss, ")[2].split()[0] for line in headline(study)[1:]] == ["soren", "adamw,"]
+    assert [line.rpartition("), ")[2].partition("loss, ")[2].split()[0] for line in headline(study)[1:]] == [
+        "soren",
+        "adamw,",
+    ]
     assert headline(study)[1] == "On held-out loss, soren is better than muon."
     assert comparisons(study, "muon")[0].lead == "soren is better than muon on held-out loss"
     words = "- soren is better than muon on held-out loss: its held-out loss is 0.020 lower"
