@@ -217,6 +217,15 @@ def test_a_kind_can_be_chosen_and_a_longest_answer_has_room(tmp_path):
     assert yaml.safe_load((tmp_path / "mine/sft.yaml").read_text())["trainer"]["max_length"] == 640
 
 
+def test_a_column_of_other_wordings_is_asked_and_not_trained(tmp_path):
+    rows = [(q, a, f"Tell me about {i}" * (i < 3)) for i, (q, a) in enumerate(FAQ)]
+    write_csv(tmp_path / "my.csv", ["Frage", "Antwort", "Umformuliert"], rows)
+    columns, examples, printed = new(tmp_path, "my.csv")
+    assert columns["rephrased"] == [{"question": f"Tell me about {i}", "answer": FAQ[i][1]} for i in range(3)]
+    assert [example["instruction"] for example in examples] == [q for q, _ in FAQ]
+    assert "'Umformuliert' as other wordings" in printed
+
+
 @pytest.mark.parametrize(("rows", "epochs"), [(FAQ, 20), (LABELS, 3)], ids=["facts", "labels"])
 def test_a_pretrained_model_gets_the_steps_that_facts_need(tmp_path, rows, epochs):
     write_csv(tmp_path / "my.csv", ["question", "answer"], rows)

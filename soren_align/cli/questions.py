@@ -36,6 +36,8 @@ MIN_EXAMPLES = 20
 """Examples that a file must have."""
 MIN_REPHRASED = 5
 """Variants in a file from which they are asked instead of trained: fewer show nothing."""
+REPHRASED = ("rephrased", "other wording", "umformuliert", "reformulée", "reformulada")
+"""Names of a column with other wordings, which are asked and not trained."""
 MAX_ALIKE = 5
 """Questions with one answer that may be variants of one question. The answer of more of them is a
 label."""
@@ -60,6 +62,8 @@ class OwnData:
     """All conversations, as they stand in the file; then `pairs` are their first questions."""
     systems: dict[str, str] = field(default_factory=dict)
     """The system prompt of each question of `pairs`, if conversations have any."""
+    rephrased: list[Pair] = field(default_factory=list)
+    """Other wordings of questions, of a column of their own, with the answers."""
     rejected: dict[str, list[Pair]] = field(default_factory=dict)
     """Preferred and rejected answers by prompt; then `pairs` are prompts and preferred answers."""
     notices: list[str] = field(default_factory=list)
@@ -101,12 +105,16 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     # Alpaca's optional column, joined as in a training on the file itself.
     context = "input" if keys[0] == "instruction" and "input" in columns else ""
     texts, incomplete = [], []
+    other = next((c for c in columns if c.strip().lower() in REPHRASED and c not in keys), "")
+    rephrased: list[Pair] = []
     for number, row in enumerate(rows, 1):
         cells = [_text(row.get(key), f"--data: {data}: record {number}, '{key}'") for key in keys]
         if context and row.get(context):
             cells[0] += f"\n{row[context]}"
         if all(cells):
             texts.append(cells)
+            if other and not chosen and (wording := _text(row.get(other), f"record {number}")):
+                rephrased.append((wording, cells[1]))
         else:
             incomplete.append(str(number))
     if incomplete:
@@ -130,9 +138,18 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
             f"column '{keys[0]}' as the prompt, '{chosen}' as the preferred answer, '{rejected}'"
             " as the rejected one"
         )
-    ignored = [column for column in columns if column not in (*keys, context)]
+    if rephrased:
+        read_as += f", '{other}' as other wordings"
+    ignored = [column for column in columns if column not in (*keys, context, other)]
     read_as += f"; not read: {', '.join(ignored)}" if ignored else ""
-    own = OwnData(name, read_as, [*pairs.items()], rejected=dict(by_prompt), notices=notices)
+    own = OwnData(
+        name,
+        read_as,
+        [*pairs.items()],
+        rephrased=rephrased,
+        rejected=dict(by_prompt),
+        notices=notices,
+    )
     _refuse_few(
         data, len(by_prompt) if chosen else len(pairs), "prompts" if chosen else "questions"
     )
@@ -237,7 +254,7 @@ def kind_of(pairs: Sequence[Pair]) -> tuple[Kind, str]:
     )
     if copied >= len(pairs) / 2:
         return "behaviour", "most answers consist of words of their questions"
-    return "facts", "nearly every question has an answer of its own"
+    return "facts", "most answers are neither labels nor words of their questions"
 
 
 def _are_labels(pairs: Sequence[Pair]) -> bool:
@@ -276,9 +293,9 @@ def write_questions(
         else:
             waiting["rephrased"] = records
             notices.append(
-                "other wordings are not tested, because the file has none. To test them, add five or"
-                f" more of them to {own.name}, each with the answer of its question, and run this"
-                " command again; or add --rephrase MODEL"
+                f"other wordings are not tested. To test them, add a column '{REPHRASED[0]}' to"
+                f" {own.name} with another wording of some questions, and run this command for a"
+                " new folder; or add --rephrase MODEL"
             )
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")
@@ -386,7 +403,9 @@ def _divide(
         pass  # turns of several conversations may depend on each other's facts: all are trained
     elif kind == "facts":
         others, rephrased = _rephrased(train)
-        if len(rephrased) >= MIN_REPHRASED:
+        if own.rephrased:
+            columns["rephrased"] = _questions(own.rephrased[:MAX_QUESTIONS])
+        elif len(rephrased) >= MIN_REPHRASED:
             train = others
             columns["rephrased"] = _questions(rephrased)
             (prompt, _), trained = next(iter(rephrased.items()))
