@@ -1,11 +1,15 @@
 """`export optimizer`: a file of plain torch, whose steps have the package's bits on one process."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from soren_align import Muon, Soren
+from soren_align.core import shipped
+from soren_align.optim import one_file
 from tests.support import command
 
 SHAPES = [(8, 32), (48, 20), (64, 64), (100, 7), (33, 129)]
@@ -52,9 +56,17 @@ def test_the_file_takes_the_packages_steps_without_the_package(tmp_path):
         assert all(map(torch.equal, alone, ours)), case
 
 
-def test_a_closure_and_a_weight_without_gradient():
-    from soren_align.optim import one_file
+@pytest.mark.process
+def test_the_example_trains_with_the_file(tmp_path):
+    (tmp_path / "soren.py").write_text(Path(one_file.__file__).read_text())
+    shutil.copy(shipped.ROOT / "recipes/one-file/train.py", tmp_path)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 40)
+    done = subprocess.run([sys.executable, "train.py", "text.txt", "20"], cwd=tmp_path, capture_output=True, text=True)
+    first, last = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    assert last < first - 1, done.stderr
 
+
+def test_a_closure_and_a_weight_without_gradient():
     weight, idle = (torch.nn.Parameter(torch.ones(3, 4)) for _ in range(2))
     optimizer = one_file.Soren([weight, idle], lr=0.1, max_grad_norm=None)
 
