@@ -62,6 +62,16 @@ def stats(
     average: Annotated[
         bool, typer.Option("--average", help="Also compare the means over the tasks.")
     ] = False,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A policy, `margins: {COLUMN: POINTS}`: exit with 1 if a model may lose more.",
+        ),
+    ] = None,
+    junit: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the gate's checks as JUnit XML.")
+    ] = None,
     as_json: AsJson = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
@@ -81,7 +91,9 @@ def stats(
         refuse_options(context, ["metric"], "with --score, which names the column")
     if not results:
         raise UserError("stats: no results; name a file or folder per model")
-    comparison.stats(
+    if gate is None:
+        refuse_options(context, ["junit"], "without --gate", "add --gate FILE")
+    code = comparison.stats(
         results,
         columns,
         reference=reference,
@@ -89,7 +101,10 @@ def stats(
         mean=average,
         as_json=as_json,
         as_markdown=as_markdown,
+        gate=gate,
+        junit=junit,
     )
+    raise typer.Exit(code)
 
 
 def show(

@@ -5,6 +5,7 @@ table.
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from ..stats.paired import ModelAnswers, read_points
 from ..stats.power import POWER, Part, detectable_by, mean_part, part_of
 from ..stats.significance import compare, pair_column, unpaired
 from .files import SAMPLES, Columns, Scores, read_scores
+from .gate import checks, read_policy, write_junit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -292,13 +294,27 @@ def stats(
     mean: bool = False,
     as_json: bool = False,
     as_markdown: bool = False,
-) -> None:
-    """Print the table of the models, what it shows, and what so many questions can detect."""
+    gate: str | None = None,
+    junit: str | None = None,
+) -> int:
+    """Print the table of the models, what it shows, and what so many questions can detect.
+    Returns the exit code: 1 if a model does not pass the policy in the file `gate`.
+
+    junit: a file for the checks of the gate.
+    """
+    policy = read_policy(gate) if gate else None
     models, answers, notes = load(arguments, columns, reference, common)
     first, *later = answers
     mean = mean or any(scores.has_average for scores in models[first].values())
+    mean = mean or (policy is not None and AVERAGE in policy.margins)
     metrics = {task: scores.metric for task, scores in models[first].items()}
     results = make_results(models, answers, notes, mean)
+    done = [*checks(policy, results)] if policy else []
+    if policy and not done:
+        raise UserError("--gate: compares models with the first one; name two models or more")
+    if junit:
+        write_junit(junit, done)
+    code = int(any(check.failure for check in done))
     # The minimum detectable effects of all differences, in points, by model and column.
     # A difference that is not significant is no finding without the effect that so many questions
     # would have shown.
@@ -318,15 +334,16 @@ def stats(
         }
     if as_json:
         content = _json(results, metrics, smallest)
+        content |= {"gate": [asdict(check) for check in done]} if policy else {}
         sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        return
+        return code
     sizes = {task: len(points) for task, points in answers[first].points.items()}
     if named := [f"{task} {metric}" for task, metric in metrics.items() if task != metric]:
         notes.append(f"metrics: {', '.join(named)}")
     notes.append(f"questions: {', '.join(f'{task} {size:,}' for task, size in sizes.items())}")
     if as_markdown:
         sys.stdout.write(markdown(results))
-        return
+        return code
     console = Terminal()
     console.print(terminal(results), highlight=False)
     console.print()
@@ -346,6 +363,10 @@ def stats(
         )
     else:
         print_labelled(console, "next", "name a second model to compare")
+    for check in done:
+        outcome = f"FAILED: {check.failure}" if check.failure else "passed"
+        print_labelled(console, "gate", f"{check.model}, {check.column}: {outcome} ({check.text})")
+    return code
 
 
 def load(
