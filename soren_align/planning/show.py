@@ -13,7 +13,8 @@ from ..run.record import describe_dropped, describe_held_out
 from ..training.packing import Packing
 from ..training.report import describe_source
 from .flops import UTILIZATION
-from .strategies import GPU, GPUS_PER_NODE, NETWORK, NVLINK, PCIE
+from .step import GPUS_PER_NODE
+from .strategies import GPU, NETWORK, NVLINK, PCIE
 
 SMALL_MODEL = 1e9
 """Parameters below which the assumed utilization is too high."""
@@ -396,6 +397,12 @@ def _print_memory(section: dict[str, Any], console: Console, full: bool) -> None
         console.print(
             _table(["component", unit, "dtype or size", "only during"], rows, title, "lrll")
         )
+    if section["num_processes"] > 1 and not section["is_on_cpu"]:
+        host = section["host_bytes_while_loading"]
+        node = min(section["num_processes"], GPUS_PER_NODE)
+        text = f"{with_prefix(host, 'B')} of CPU memory on a node of {node}, while the weights load"
+        if host:
+            write("", text)
     if full or section["is_on_cpu"]:
         write("", f"not included: {section['memory_not_included']}")
     if full:

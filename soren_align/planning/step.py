@@ -40,6 +40,7 @@ NOT_INCLUDED_ON_CPU = (
 )
 """Measured: the peak of the quickstart, whose model has 100,000 parameters, is 0.68 GB (Linux,
 torch 2.13)."""
+GPUS_PER_NODE = 8
 LOCATIONS: tuple[Location, ...] = ("device", "cpu")
 PHASES: tuple[Phase, ...] = ("forward_backward", "optimizer_step")
 
@@ -319,6 +320,11 @@ def processes(
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     sent, gradient_dtype = gradient_bytes(recipe, rank)
+    # Each rank loads all weights into the CPU's memory, but under ZeRO 3; a reference too.
+    of_rank = 0
+    if strategy.stage < 3:
+        numel = rank.whole.total + model.num_frozen
+        of_rank = numel * ITEMSIZE[recipe.model.dtype] * (1 + model.has_reference)
     name = {"ddp": "DDP", "zero": f"ZeRO {strategy.stage}", "fsdp2": "FSDP2"}[strategy.kind]
     return {
         "num_processes": num_ranks,
@@ -334,6 +340,7 @@ def processes(
         "map_precision": recipe.optimizer.map_precision(num_rows, not on_cpu),
         "bytes_sent": {"max": cost.bytes_sent_max, "mean": round(cost.bytes_sent_mean)},
         "gradient_bytes_sent": {"per_step": sent, "dtype": gradient_dtype},
+        "host_bytes_while_loading": of_rank * min(num_ranks, GPUS_PER_NODE),
         "memory": [part._asdict() for part in cost.memory],
         "memory_total": totals[0],
         "memory_total_adamw": totals[1],

@@ -12,11 +12,10 @@ from ..recipe import Recipe, accumulation, compute_dtype, parallel, trains_adapt
 from ..recipe.parallel import NAMES
 from .flops import PEAKS, UTILIZATION, Compute
 from .memory import ITEMSIZE, Rank
-from .step import gradient_bytes, model_sizes, peak_memory, step_cost
+from .step import GPUS_PER_NODE, gradient_bytes, model_sizes, peak_memory, step_cost
 
 GPU, GPU_BYTES = "H100", 80e9
 """The GPU that plans assume where this machine has none."""
-GPUS_PER_NODE = 8
 NVLINK, NETWORK, PCIE = 250e9, 50e9, 20e9
 """Bytes/s that a GPU sends within a node (of NVLink's 450e9), to another node (400 Gbit/s for each
 GPU), and to pageable memory of the CPU."""
