@@ -25,26 +25,33 @@ CONVERTER = """
 import sys
 from pathlib import Path
 import gguf, numpy, transformers
-model, _, file, _, kind = sys.argv[1:]
-config = transformers.AutoConfig.from_pretrained(model)
-if kind == "bf16":
-    sys.exit("NotImplementedError: BPE pre-tokenizer was not recognized")
-writer = gguf.GGUFWriter(file, "llama")
-for name, value in (("block_count", 2), ("context_length", 2048), ("embedding_length", 64), ("feed_forward_length", 128),
-                    ("head_count", 4), ("head_count_kv", 4), ("vocab_size", config.vocab_size)):
-    getattr(writer, f"add_{name}")(value)
-writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-for name, tensor in transformers.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-    if name == "lm_head.weight":
-        continue
-    array = tensor.float().numpy()
-    if "q_proj" in name or "k_proj" in name:  # llama.cpp's order of the rotary halves
-        array = array.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
-    norm, kind_of = array.ndim == 1, gguf.GGMLQuantizationType[kind.upper()]
-    array = array if norm else gguf.quants.quantize(array, kind_of)
-    writer.add_tensor(names.get_name(name, (".weight",)), array, raw_dtype=None if norm else kind_of)
-writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.write_tensors_to_file(); writer.close()
+class TextModel:
+    def get_vocab_base_pre(self, tokenizer):
+        sys.exit("NotImplementedError: BPE pre-tokenizer was not recognized")
+def main():
+    model, _, file, _, kind = sys.argv[1:]
+    config = transformers.AutoConfig.from_pretrained(model)
+    writer = gguf.GGUFWriter(file, "llama")
+    if kind == "bf16":
+        writer.add_tokenizer_pre(TextModel().get_vocab_base_pre(None))
+    for name, value in (("block_count", 2), ("context_length", 2048), ("embedding_length", 64),
+                        ("feed_forward_length", 128), ("head_count", 4), ("head_count_kv", 4),
+                        ("vocab_size", config.vocab_size)):
+        getattr(writer, f"add_{name}")(value)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, tensor in transformers.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        array = tensor.float().numpy()
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp's order of the rotary halves
+            array = array.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+        norm, kind_of = array.ndim == 1, gguf.GGMLQuantizationType[kind.upper()]
+        array = array if norm else gguf.quants.quantize(array, kind_of)
+        writer.add_tensor(names.get_name(name, (".weight",)), array, raw_dtype=None if norm else kind_of)
+    writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.write_tensors_to_file(); writer.close()
+if __name__ == "__main__":
+    main()
 """
 QUANTIZER = f"#!{sys.executable}\nimport shutil, sys\nassert sys.argv[3] == 'Q4_K_M'\nshutil.copy(*sys.argv[1:3])\n"
 
@@ -72,6 +79,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "llama.cpp"))
     monkeypatch.setenv("PATH", "/nowhere")
     return tmp_path / "run"
+
+
+def gguf_fields(file):
+    import gguf
+
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
 def written(run, kind, capsys, **options):
@@ -184,11 +197,19 @@ def test_a_merged_adapter_is_measured_against_its_base(run, capsys, monkeypatch)
 
 
 def test_what_cannot_be_written_is_one_sentence_and_leaves_nothing(run, capsys, monkeypatch):
+    tokenizer = run / "model/tokenizer.json"
+    content = tokenizer.read_text()
+    split = content.replace('"ByteLevel"', '"Metaspace"', 1)  # as no GPT-2
+    assert split != content
+    tokenizer.write_text(split)
     with pytest.raises(
         UserError, match=r"failed: NotImplementedError: BPE pre-tokenizer was not rec.*nothing was written"
     ):
         written(run, "BF16", capsys)
     assert not [*(run / "gguf").iterdir()]
+    tokenizer.write_text(content)
+    written(run, "BF16", capsys)
+    assert gguf_fields(run / "gguf/run-BF16.gguf")["tokenizer.ggml.pre"] == "gpt-2"
     (run.parent / "llama.cpp/build/bin/llama-quantize").unlink()
     with pytest.raises(UserError, match="needs llama-quantize of llama"):
         written(run, "Q4_K_M", capsys)

@@ -79,8 +79,7 @@ def export(path: str, kind: str, output: str | None, console: Any) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as scratch:
             written = Path(scratch) / "model.gguf"
             first = kind.lower() if quantizer is None else "f16"
-            command = [sys.executable, script, str(model), "--outfile", str(written)]
-            _run([*command, "--outtype", first], model)
+            _convert(script, model, "--outfile", str(written), "--outtype", first)
             if quantizer is not None:
                 whole, written = written, Path(scratch) / name
                 _run([quantizer, str(whole), str(written), kind], model)
@@ -188,6 +187,46 @@ def _refuse_code(model: Path) -> None:
             )
 
 
+OWN_TOKENIZER = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf_to_gguf as converter
+import gguf
+base = sys.modules.get("conversion.base", converter)
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+write = gguf.SpecialVocab.add_to_gguf
+def with_merges(self, *arguments, **options):
+    self.merges = self.merges or ["\u0100 \u0100"]
+    write(self, *arguments, **options)
+gguf.SpecialVocab.add_to_gguf = with_merges
+converter.main()
+"""
+"""llama.cpp's converter for a tokenizer that it does not know: it finds the pre-tokenizer by a hash
+of the tokens of a text, which only published models' have. Its runtime needs a merge; that of two
+zero bytes makes no token."""
+
+
+def _convert(script: str, model: Path, *options: str) -> None:
+    """Convert a model by llama.cpp's script; one with a tokenizer of its own as GPT-2's is."""
+    try:
+        _run([sys.executable, script, str(model), *options], model)
+    except UserError as error:
+        if "pre-tokenizer" not in str(error) or not _splits_as_gpt2(model):
+            raise
+        folder = str(Path(script).parent)
+        _run([sys.executable, "-c", OWN_TOKENIZER, folder, str(model), *options], model)
+
+
+def _splits_as_gpt2(model: Path) -> bool:
+    """Whether a tokenizer splits texts as GPT-2's, or merges nothing, so that no split matters."""
+    if not (model / "tokenizer.json").is_file():
+        return False
+    content = read_json(model / "tokenizer.json")
+    splitter = content.get("pre_tokenizer") or {}
+    merges = (content.get("model") or {}).get("merges")
+    return splitter.get("type") == "ByteLevel" and (splitter.get("use_regex", True) or not merges)
+
+
 def _run(command: list[str], model: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -196,7 +235,7 @@ def _run(command: list[str], model: Path) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise UserError(
-            f"{model}: {Path(command[1 if command[0] == sys.executable else 0]).name} of llama.cpp"
+            f"{model}: {CONVERTER if command[0] == sys.executable else QUANTIZER} of llama.cpp"
             f" failed: {lines[-1].strip()[:200]}; nothing was written"
             + f"; {REMEDY}"
             * ("ModuleNotFoundError" in lines[-1])

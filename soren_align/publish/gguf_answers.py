@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import in_one_line
 from ..core.text import join_words
 from ..evaluate.report.results import read_results
 from ..evaluate.stats.paired import ModelAnswers
@@ -33,7 +34,10 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
         for _, samples in columns
         for sample in samples
     )
-    llm = import_module("llama_cpp").Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
+    try:
+        llm = import_module("llama_cpp").Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
+    except ValueError as error:
+        return f"not asked: llama.cpp cannot load the file: {in_one_line(error, 100)}"
     parts = []
     for column, samples in columns:
         theirs = [answer_of(llm, sample, tokenizer) for sample in samples]
@@ -81,10 +85,8 @@ def _columns(run: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     if not evaluations:
         return
     newest = max(evaluations, key=lambda file: file.stat().st_mtime).parent
-    results, own = read_results(newest), str(folder.model.resolve())
-    name = next(
-        (row["name"] for row in (results or {"rows": []})["rows"] if row["model"] == own), ""
-    )
+    results = read_results(newest)
+    name = results["rows"][-1]["name"] if results else ""  # of a run's evaluation, its own model
     for file in sorted((newest / "samples" / name).glob("*.jsonl")) if name else ():
         lines = file.read_text(encoding="utf-8").splitlines()[:MOST]
         samples = [json.loads(line) for line in lines]
