@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 
 def default_processes() -> int:
     """The cores of this process: the other ranks wait meanwhile, without using theirs."""
+    if not hasattr(os, "sched_getaffinity"):  # macOS, whose libraries do not bear a fork
+        return 1
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
