@@ -215,7 +215,7 @@ class SorenTrainerMixin(Trainer):
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         dataset = self.train_dataset if dataset is None else dataset
         columns = {*(getattr(dataset, "column_names", None) or ())}
-        is_tokenized = has_length(dataset) and columns & {"input_ids", "prompt_ids"}
+        is_tokenized = hasattr(dataset, "__len__") and columns & {"input_ids", "prompt_ids"}
         if self.args.train_sampling_strategy == "group_by_length" and is_tokenized:
             # By the batch of all ranks, so that the order is that of one process. transformers'
             # own knows no pairs.
