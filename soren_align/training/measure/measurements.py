@@ -92,7 +92,7 @@ class Measurements(TrainerCallback):
         self._sums = Sums(9)
         self._numel, self._num_decomposed, self._num_compared = [0, 0], 0, 0
 
-    def values(self, num_tokens: int, num_padding: int) -> dict[str, float]:
+    def values(self, num_tokens: int, num_padding: int = 0) -> dict[str, float]:
         """Return the measurements of the last logging step; docs/metrics.md describes the keys.
         Collective.
 
