@@ -211,10 +211,13 @@ def _convert(script: str, model: Path, *options: str) -> None:
     try:
         _run([sys.executable, script, str(model), *options], model)
     except UserError as error:
-        if "pre-tokenizer" not in str(error) or not _splits_as_gpt2(model):
+        if not _splits_as_gpt2(model):
             raise
-        folder = str(Path(script).parent)
-        _run([sys.executable, "-c", OWN_TOKENIZER, folder, str(model), *options], model)
+        command = [sys.executable, "-c", OWN_TOKENIZER, str(Path(script).parent)]
+        try:
+            _run([*command, str(model), *options], model)
+        except UserError:
+            raise error from None  # then the tokenizer was not the reason
 
 
 def _splits_as_gpt2(model: Path) -> bool:
