@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from soren_align.core.errors import UserError, printable
-from soren_align.launch.chat import Conversation, rephraser
+from soren_align.launch.chat import Conversation, _Printer, rephraser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import command
@@ -125,6 +125,14 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     assert f"model SFT: {run}/model, float32" in " ".join(done.stderr.split())
     alone = command.run("chat", run / "model", "--prompt", "hi", "--max-new-tokens", 8, "--dtype", "float32")
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
+
+
+def test_blank_lines_are_one_and_code_keeps_its_indentation(capsys):
+    printer = _Printer(None)
+    for part in ("\n \n", "\n", "def f():\n", "\n\n\n    x = 1\n\n", "\n    return x", "\n" * 50):
+        printer.on_finalized_text(part)
+    printer.on_finalized_text("", stream_end=True)
+    assert capsys.readouterr().out == "def f():\n\n    x = 1\n\n    return x\n"
 
 
 def test_a_pipe_is_one_question(run, monkeypatch):

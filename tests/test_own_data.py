@@ -14,7 +14,7 @@ import openpyxl
 import pytest
 import yaml
 from soren_align import recipe
-from soren_align.cli.questions import read_data, write_questions
+from soren_align.cli.questions import _rewordings, read_data, write_questions
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
@@ -224,6 +224,15 @@ def test_a_column_of_other_wordings_is_asked_and_not_trained(tmp_path):
     assert columns["rephrased"] == [{"question": f"Tell me about {i}", "answer": FAQ[i][1]} for i in range(3)]
     assert [example["instruction"] for example in examples] == [q for q, _ in FAQ]
     assert "'Umformuliert' as other wordings" in printed
+    # Of one skill, those of trained questions alone; of pairs none, and it is said.
+    shutil.rmtree(tmp_path / "mine")
+    write_csv(tmp_path / "my.csv", ["Frage", "Antwort", "Rephrased"], [(q, a, f"{q} Now?") for q, a in LABELS])
+    columns, examples, _ = new(tmp_path, "my.csv")
+    trained = {example["instruction"] for example in examples}
+    assert {each["question"].removesuffix(" Now?") for each in columns["rephrased"]} == trained
+    shutil.rmtree(tmp_path / "mine")
+    write_csv(tmp_path / "my.csv", ["Frage", "gut", "schlecht", "Rephrased"], [(q, a, "No.", "?") for q, a in FAQ])
+    assert "not read: Rephrased" in new(tmp_path, "my.csv")[2]
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(FAQ, 20), (LABELS, 3)], ids=["facts", "labels"])
@@ -291,6 +300,9 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     asked = new(tmp_path, "theirs.json")[0]["trained"]
     systems = ["You sell lamps." * (i % 2) for i in range(len(FAQ))]
     assert asked == [{"question": q, "answer": a, "system": s} for (q, a), s in zip(FAQ, systems, strict=True)]
+    own = read_data(str(tmp_path / "theirs.json"), None, None)
+    worded = _rewordings(own, asked, lambda question: f"{question} please")
+    assert [(each["system"], each["written_by"]) for each in worded[:2]] == [(s, "a model") for s in systems[:2]]
     (task,) = load_tasks(load_suite(tmp_path / "mine/questions")).values()
     prompts = [json.loads(task.fewshot_context(doc, 0, apply_chat_template=True, chat_template=messages))
                for doc in task.test_docs()]  # fmt: skip

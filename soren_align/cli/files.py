@@ -120,9 +120,10 @@ def new(
         "chat.jsonl, pairs.jsonl: examples; replace them by your own",
         "questions/*/test.jsonl: questions; replace them by your own",
     ]
-    notices, looks = [], None
+    notices, are_facts = [], False
     if own:
         looks, reason = kind_of(own.pairs)
+        are_facts = (kind or looks) == "facts" and not (own.rejected or own.chats)
         lines, notices = write_questions(
             target, own, kind or looks, is_pretrained=model is not None, rephrase=ask
         )
@@ -134,9 +135,6 @@ def new(
         columns = ["trained", "rephrased", "preference", *["general"] * bool(model)]
         keep_columns(target / "questions", columns)
     for file in target.glob("*.yaml"):
-        are_facts = (
-            own is not None and not (own.rejected or own.chats) and (kind or looks) == "facts"
-        )
         _write_recipe(file, schema, model, own.pairs if own else [], are_facts=are_facts)
     if model and not has_gpu():
         notices.append(
@@ -204,8 +202,8 @@ FACTS = {
     "lr": "1.0e-3                                  # for LoRA of SmolLM2-135M; less if it forgets",
     "num_train_epochs": "20                        # to learn them by heart",
 }
-"""Of 24 facts SmolLM2-135M-Instruct is right on 24 after this, and on 29 of 40 general questions (24
-before); after 15 epochs at 5e-4 on 1 of 24 (30 November 2026, CPU)."""
+"""Of 24 facts SmolLM2-135M-Instruct is right on 24 after this, and on 29 of 40 general questions
+(24 before); after 15 epochs at 5e-4 on 1 of 24 (30 November 2026, CPU)."""
 LORA = "  lora: {r: 16}                               # adapters; without this line all weights"
 TINY_LENGTH = 1024
 """The positions of configs/models/tiny."""

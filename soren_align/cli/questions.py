@@ -63,7 +63,7 @@ class OwnData:
     systems: dict[str, str] = field(default_factory=dict)
     """The system prompt of each question of `pairs`, if conversations have any."""
     rephrased: list[Pair] = field(default_factory=list)
-    """Other wordings of questions, of a column of their own, with the answers."""
+    """Other wordings, of a column of their own, each with its question."""
     rejected: dict[str, list[Pair]] = field(default_factory=dict)
     """Preferred and rejected answers by prompt; then `pairs` are prompts and preferred answers."""
     notices: list[str] = field(default_factory=list)
@@ -105,16 +105,19 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     # Alpaca's optional column, joined as in a training on the file itself.
     context = "input" if keys[0] == "instruction" and "input" in columns else ""
     texts, incomplete = [], []
-    other = next((c for c in columns if c.strip().lower() in REPHRASED and c not in keys), "")
+    # Pairs have no rephrased column in their test.
+    unread = [column for column in columns if column not in (*keys, context) and not chosen]
+    other = next((column for column in unread if column.strip().lower() in REPHRASED), "")
     rephrased: list[Pair] = []
     for number, row in enumerate(rows, 1):
-        cells = [_text(row.get(key), f"--data: {data}: record {number}, '{key}'") for key in keys]
+        place = f"--data: {data}: record {number}"
+        cells = [_text(row.get(key), f"{place}, '{key}'") for key in keys]
         if context and row.get(context):
             cells[0] += f"\n{row[context]}"
         if all(cells):
             texts.append(cells)
-            if other and not chosen and (wording := _text(row.get(other), f"record {number}")):
-                rephrased.append((wording, cells[1]))
+            if other and (wording := _text(row.get(other), f"{place}, '{other}'")):
+                rephrased.append((wording, cells[0]))
         else:
             incomplete.append(str(number))
     if incomplete:
@@ -292,10 +295,12 @@ def write_questions(
             )
         else:
             waiting["rephrased"] = records
+            column = (
+                f"add a column '{REPHRASED[0]}' to {own.name} with another wording of some"
+                " questions, and run this command for a new folder; or "
+            ) * (not own.chats)
             notices.append(
-                f"other wordings are not tested. To test them, add a column '{REPHRASED[0]}' to"
-                f" {own.name} with another wording of some questions, and run this command for a"
-                " new folder; or add --rephrase MODEL"
+                f"other wordings are not tested. To test them, {column}add --rephrase MODEL"
             )
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")
@@ -347,10 +352,7 @@ def _rewordings(
     """Return records of `rephrased` for trained questions: with a model's wording, or with null for
     the user's."""
     if rephrase is None:
-        return [
-            {"question": None, "original": each["question"], "answer": each["answer"]}
-            for each in questions
-        ]
+        return [{**each, "question": None, "original": each["question"]} for each in questions]
     known = {_words(prompt) for prompt, _ in own.pairs}
     records = []
     for each in questions:
@@ -359,7 +361,7 @@ def _rewordings(
         if _words(wording) not in known and _likeness(wording, each["question"]):
             known.add(_words(wording))
             own_words = {"question": wording, "original": each["question"]}
-            records.append(own_words | {"answer": each["answer"], "written_by": "a model"})
+            records.append({**each, **own_words, "written_by": "a model"})
     return records
 
 
@@ -403,9 +405,7 @@ def _divide(
         pass  # turns of several conversations may depend on each other's facts: all are trained
     elif kind == "facts":
         others, rephrased = _rephrased(train)
-        if own.rephrased:
-            columns["rephrased"] = _questions(own.rephrased[:MAX_QUESTIONS])
-        elif len(rephrased) >= MIN_REPHRASED:
+        if len(rephrased) >= MIN_REPHRASED and not own.rephrased:
             train = others
             columns["rephrased"] = _questions(rephrased)
             (prompt, _), trained = next(iter(rephrased.items()))
@@ -419,6 +419,11 @@ def _divide(
         columns["held-out"] = _questions(held_out)
         if not _are_labels(own.pairs):
             columns["choice"] = _choices(held_out, own.pairs, draw)
+    # Of trained questions alone, and none that is trained itself.
+    answers = dict(train)
+    wordings = [(w, answers[q]) for w, q in own.rephrased if q in answers and w not in answers]
+    if wordings:
+        columns["rephrased"] = _questions(wordings[:MAX_QUESTIONS])
     chosen = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
     return train, {"trained": _questions([train[i] for i in chosen])} | columns, notices
 

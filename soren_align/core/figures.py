@@ -61,7 +61,8 @@ LINES = {"adamw": 0, "muon": 1, "htmuon": 2, "soren": 3}
 def line_numbers(names: Iterable[str]) -> dict[str, int]:
     """Return the number of each name's line: an optimizer's own, or the next free one."""
     names = [*names]
-    free = (number for number in count() if number not in {LINES.get(name) for name in names})
+    taken = {LINES.get(name) for name in names}
+    free = (number for number in count() if number not in taken)
     return {name: LINES[name] if name in LINES else next(free) for name in names}
 
 

@@ -268,8 +268,8 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
 
 
 def counting(show: Callable[[str], object], activity: str) -> Callable[[int, int], None]:
-    """Return a callback that shows the sum of the numbers of examples it gets, and their tokens in a
-    second: a large dataset takes minutes.
+    """Return a callback that shows the sum of the numbers of examples it gets, and their tokens in
+    a second: a large dataset takes minutes.
     """
     total = num_tokens = 0
     start = time.monotonic()

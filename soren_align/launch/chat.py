@@ -136,14 +136,14 @@ class _Printer(TextStreamer):
     """Prints words as they are complete, without control characters, blank lines at the begin, and
     more than one of them together: an untrained model writes hundreds."""
 
-    _before, _blanks = "", ""
+    _has_begun, _blanks = False, ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         text = self._blanks + printable(text)
         body = text.rstrip()
         blanks = text[len(body) :]
-        body = _BLANK_LINES.sub("\n\n", body if self._before else _BEGIN.sub("", body))
-        self._before += body
+        body = _BLANK_LINES.sub("\n\n", body if self._has_begun else _BEGIN.sub("", body))
+        self._has_begun |= bool(body)
         # They are printed only before other text.
         self._blanks = _BLANK_LINES.sub("\n\n", blanks)
         super().on_finalized_text(body, stream_end)
@@ -205,7 +205,8 @@ def converse(
 
 REPHRASE = "Rephrase this question. Answer with the question alone.\n\n{}"
 _BEGIN = re.compile(r"^\s*\n")
-_BLANK_LINES = re.compile(r"\n\s*\n\s*\n*")
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
+"""Without the blanks that indent the next line, such as one of code."""
 MAX_WORDING = 96
 """Tokens of a question's other wording."""
 

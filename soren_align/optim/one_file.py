@@ -67,8 +67,8 @@ def muon_map(x: Tensor) -> Tensor:
 
 
 def soren_map(x: Tensor, is_clipped: bool = True) -> Tensor:
-    """U s(S) V^T of x = U S V^T [m, n], m <= n, s the sigmoid, within 0.75% for singular values from
-    0.0004 of the largest on.
+    """U s(S) V^T of x = U S V^T [m, n], m <= n, s the sigmoid, within 0.75% for singular values
+    from 0.0004 of the largest on.
 
     is_clipped: |x|_F is at most 1.01, where the tanh of s(sigma) = (1 + tanh(sigma / 2)) / 2 is
     linear; otherwise it costs two steps more.

@@ -163,6 +163,7 @@ def compute(
             padded_tokens(recipe, account.kept_lengths, batch_size, each)
             for each in (strategy, GROUPED)
         )
+    known = (max_tokens, mean_tokens, in_batches, grouped, account is not None)
 
     def passes(checkpointing: bool) -> Passes:
         dtype = getattr(torch, compute_dtype(recipe))
@@ -210,10 +211,8 @@ def compute(
     # An architecture's code need not run on fake tensors; training may work.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        known = (max_tokens, mean_tokens, in_batches, grouped, account is not None)
         return Compute(*known, None, None, None, failure=reason)
     per_step = round(flops / num_joined * batch_size * num_sides)
-    known = (max_tokens, mean_tokens, in_batches, grouped, account is not None)
     return Compute(*known, activations, without, per_step)
 
 

@@ -135,26 +135,21 @@ def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
     if full and compute["map_share"] is not None:
         write("", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
     if hours := compute["hours"]:
-        times = ", ".join(
-            f"{estimated_time(number)} on one {name}" for name, number in hours.items()
-        )
-        own = next((each for each in plan["strategies"] if each["name"] == plan["parallel"]), None)
-        num = plan["processes"]["num_processes"]
+        own, num = _own_strategy(plan), plan["processes"]["num_processes"]
         if num > 1 and own:
             times = f"{estimated_time(own['hours'])} on {num} {GPU}s with {own['name']}"
-        eight = (
-            ""
-            if num > 1 and own
-            else ""
-            if "CPU core" in hours
-            else f", {estimated_time(hours['H100'] / 8)} on eight H100s"
-        )
+        else:
+            times = ", ".join(
+                f"{estimated_time(number)} on one {name}" for name, number in hours.items()
+            )
+            if "CPU core" not in hours:
+                times += f", {estimated_time(hours['H100'] / 8)} on eight H100s"
         longer = (
             "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         )
         if compute["padding"] >= 0.005:
             write("padding", describe_padding(compute))
-        write("time", f"about {times}{eight} (assumed: {compute['hours_assume']}{longer})")
+        write("time", f"about {times} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
             write(
                 "",
@@ -416,7 +411,7 @@ def _print_strategies(plan: dict[str, Any], console: Console, full: bool) -> Non
     it does not fit.
     """
     choices, num = plan["strategies"], plan["processes"]["num_processes"]
-    own = next((each for each in choices if each["name"] == plan["parallel"]), None)
+    own = _own_strategy(plan)
     if not choices or not (full or num > 1 or (own and not own["fits"])):
         return
     rows = []
@@ -448,6 +443,11 @@ def _print_strategies(plan: dict[str, Any], console: Console, full: bool) -> Non
             "", "bfloat16 sums: of gradients; the maps amplify their rounding (docs/distributed.md)"
         )
     console.print()
+
+
+def _own_strategy(plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The recipe's own, if it is one of the table."""
+    return next((each for each in plan["strategies"] if each["name"] == plan["parallel"]), None)
 
 
 def _table(head: list[str], rows: list[list[str]], title: str, align: str) -> Any:

@@ -238,6 +238,12 @@ def model_sizes(recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int]
     )
 
 
+def map_precision(recipe: Recipe, routes: Sequence[Route], on_gpu: bool) -> str:
+    """The precision of the factors of the largest matrices' maps."""
+    shapes = (m for route in routes if route.rule == "spectral" for m in route.matrix_shapes)
+    return recipe.optimizer.map_precision(max(map(min, shapes), default=0), on_gpu)
+
+
 def gradient_bytes(recipe: Recipe, rank: Rank) -> tuple[int, str]:
     """The bytes that a rank sends in a step for averaging gradients, in a ring, and their dtype."""
     # By DDP and stage 1 once a step, by the others after each micro-batch; an all-reduce is a
@@ -312,10 +318,6 @@ def processes(
         if costs.activation_bytes is None:
             sums["device"]["forward_backward"] = None
         totals.append(sums)
-    num_rows = max(
-        (min(m) for route in routes if route.rule == "spectral" for m in route.matrix_shapes),
-        default=0,
-    )
     # A map by decomposition has no count of operations, and then no FLOPs are shown.
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
@@ -337,7 +339,7 @@ def processes(
         "num_exchanged_matrices": cost.num_exchanged,
         "max_over_mean_flops": cost.max_over_mean_flops and round(cost.max_over_mean_flops, 4),
         "map_flops": flops if cost.flops_all_ranks else None,
-        "map_precision": recipe.optimizer.map_precision(num_rows, not on_cpu),
+        "map_precision": map_precision(recipe, routes, not on_cpu),
         "bytes_sent": {"max": cost.bytes_sent_max, "mean": round(cost.bytes_sent_mean)},
         "gradient_bytes_sent": {"per_step": sent, "dtype": gradient_dtype},
         "host_bytes_while_loading": of_rank * min(num_ranks, GPUS_PER_NODE),

@@ -7,12 +7,13 @@ whether it hides behind the passes by another.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..core.errors import UserError
 from ..optim import Route
-from ..recipe import Recipe, accumulation, compute_dtype, parallel, trains_adapter
+from ..recipe import Recipe, accumulation, compute_dtype, load_text, parallel, to_yaml
 from ..recipe.parallel import NAMES
 from .flops import PEAKS, UTILIZATION, Compute
 from .memory import ITEMSIZE, Rank
-from .step import GPUS_PER_NODE, gradient_bytes, model_sizes, peak_memory, step_cost
+from .step import GPUS_PER_NODE, gradient_bytes, map_precision, model_sizes, peak_memory, step_cost
 
 GPU, GPU_BYTES = "H100", 80e9
 """The GPU that plans assume where this machine has none."""
@@ -45,7 +46,8 @@ class Strategy:
     hours: float
     fits: bool
     is_rounded: bool
-    """Whether gradients are added in bfloat16, whose rounding the maps amplify: ZeRO 1 with bf16."""
+    """Whether gradients are added in bfloat16, whose rounding the maps amplify: ZeRO 1 with bf16.
+    """
 
 
 def strategies(
@@ -63,38 +65,45 @@ def strategies(
     """
     if not costs.flops_per_step or recipe.trainer.get("use_cpu"):
         return []
-    model = model_sizes(recipe, routes, frozen)
+    model, precision = model_sizes(recipe, routes, frozen), map_precision(recipe, routes, True)
     choices = []
     for name in supported(recipe, num_ranks):
         rank = Rank(model, parallel(name), num_ranks, recipe.optimizer, compute_dtype(recipe))
-        choices.append(_strategy(name, recipe, rank, costs, num_steps, gpu_bytes))
+        choices.append(_strategy(name, recipe, rank, costs, precision, num_steps, gpu_bytes))
     return sorted(choices, key=lambda each: (not each.fits, each.step_seconds))
 
 
 def supported(recipe: Recipe, num_ranks: int) -> Iterator[str]:
-    """The values of `run.parallel` that the recipe may have; one process needs no sharding, but
-    may offload.
+    """The values of `run.parallel` that the recipe's checks allow; one process needs no sharding,
+    but may offload.
     """
+    content = recipe.model_dump()
     for name in NAMES:
-        if recipe.model.quantize and name != "ddp":
-            continue
-        if trains_adapter(recipe.model) and name not in ("ddp", "zero1", "zero2"):
-            continue
         if num_ranks == 1 and name != "ddp" and "offload" not in name:
+            continue
+        try:
+            load_text(
+                to_yaml(content | {"run": content["run"] | {"parallel": name}}),
+                on_missing=lambda problem: None,
+            )
+        except UserError:
             continue
         yield name
 
 
 def _strategy(
-    name: str, recipe: Recipe, rank: Rank, costs: Compute, num_steps: int, gpu_bytes: float
+    name: str,
+    recipe: Recipe,
+    rank: Rank,
+    costs: Compute,
+    precision: str,
+    num_steps: int,
+    gpu_bytes: float,
 ) -> Strategy:
     mode, num_ranks, num_micro = rank.parallel, rank.num_ranks, accumulation(recipe, rank.num_ranks)
     cost = step_cost(rank)
     peaks = PEAKS[GPU]
     passes = (costs.flops_per_step or 0) / num_ranks / (UTILIZATION * peaks[rank.compute_dtype])
-    precision = recipe.optimizer.map_precision(
-        max((min(shape[-2:]) for shape in rank.model.matrices.values()), default=0), True
-    )
     maps = (cost.flops_busiest_rank or 0) / (UTILIZATION * peaks[precision])
 
     # What a rank sends, and behind what it hides. Two thirds of the passes are backward.

@@ -9,11 +9,11 @@ from typing import Any
 
 from ..core.errors import in_one_line
 from ..core.text import join_words
-from ..evaluate.report.results import read_results
+from ..evaluate.report.results import NAME, evaluations, read_results
+from ..evaluate.report.tables import MIN_QUESTIONS
 from ..evaluate.stats.paired import ModelAnswers
 from ..evaluate.stats.significance import compare_pairs
 from ..evaluate.suite.answer_match import match_rule
-from ..run.folder import RunFolder
 
 MOST = 100
 """Questions of a column that are asked: each costs an answer."""
@@ -29,11 +29,10 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
         return "not asked: `pip install llama-cpp-python` to compare the file's answers"
     if not (columns := [*_columns(run)] if run else []):
         return "not asked: the run has no evaluation with generated answers"
-    longest = max(
-        len(tokenizer(sample["prompt"], add_special_tokens=False).input_ids) + _limit(sample)
-        for _, samples in columns
-        for sample in samples
-    )
+    every = [sample for _, samples in columns for sample in samples]
+    for sample in every:
+        sample["ids"] = tokenizer(sample["prompt"], add_special_tokens=False).input_ids
+    longest = max(len(sample["ids"]) + _limit(sample) for sample in every)
     try:
         llm = import_module("llama_cpp").Llama(str(file), n_ctx=longest + 8, verbose=False, seed=0)
     except ValueError as error:
@@ -46,11 +45,15 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
             for own, s in zip(theirs, samples, strict=True)
         ]
         before = [float(sample["answer_match"]) for sample in samples]
-        equal = sum(own == s["filtered_resps"][0] for own, s in zip(theirs, samples, strict=True))
+        equal = sum(
+            own == s["filtered_resps"][0].strip() for own, s in zip(theirs, samples, strict=True)
+        )
         points = [ModelAnswers({}, {column: each}) for each in (before, right)]
         ((difference,),) = (row.values() for row in compare_pairs([(points[0], points[1])], False))
         low, high = (f"{difference[end]:+.1f}" for end in ("low", "high"))
-        interval = f", 95% interval of the difference {low} to {high} points" * (len(right) >= 20)
+        interval = f", 95% interval of the difference {low} to {high} points" * (
+            len(right) >= MIN_QUESTIONS
+        )
         parts.append(
             f"right on {sum(right):.0f} of {len(right)} {column} questions (the model:"
             f" {sum(before):.0f}{interval}); {equal} answers are the model's word for word"
@@ -59,15 +62,13 @@ def answers_text(file: Path, run: Path | None, tokenizer: Any) -> str:
 
 
 def answer_of(llm: Any, sample: dict[str, Any], tokenizer: Any) -> str:
-    """Return the file's greedy answer to a prompt, to the end token or the limit of the suite."""
+    """Return the file's greedy answer to a prompt, to the end token or the limit of the suite.
+    sample: with the prompt's `ids`.
+    """
     ends = {tokenizer.eos_token_id, llm.token_eos()}
     answer: list[int] = []
     llm.reset()
-    for token in llm.generate(
-        tokenizer(sample["prompt"], add_special_tokens=False).input_ids,
-        temp=0.0,
-        repeat_penalty=1.0,
-    ):
+    for token in llm.generate(sample["ids"], temp=0.0, repeat_penalty=1.0):
         if token in ends or len(answer) == _limit(sample):
             break
         answer.append(token)
@@ -80,11 +81,9 @@ def _limit(sample: dict[str, Any]) -> int:
 
 def _columns(run: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield each column whose answers are generated and judged by answer_match, with samples."""
-    folder = RunFolder(run)
-    evaluations = [*(folder.path / "eval").glob("*/results.json")]
-    if not evaluations:
+    if not (folders := evaluations(run)):
         return
-    newest = max(evaluations, key=lambda file: file.stat().st_mtime).parent
+    newest = max(folders, key=lambda folder: (folder / NAME).stat().st_mtime)
     results = read_results(newest)
     name = results["rows"][-1]["name"] if results else ""  # of a run's evaluation, its own model
     for file in sorted((newest / "samples" / name).glob("*.jsonl")) if name else ():

@@ -8,7 +8,8 @@ import pytest
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.launch import commands
-from soren_align.planning.strategies import fastest
+from soren_align.planning.strategies import fastest, supported
+from soren_align.recipe.parallel import NAMES
 
 MISTRAL = 7_241_732_096  # parameters, of which 224 matrices of the blocks
 PASSES = 6.10  # s of a step on 8 H100s at 40% of 989 TFLOP/s: counted, with the maps' 0.3 s
@@ -59,6 +60,16 @@ def test_nothing_fits_or_only_what_offloads(choices):
     for each in small:
         each.fits = False
     assert fastest(small) is None
+
+
+@pytest.mark.parametrize(("keys", "names"), [
+    (("model.lora={r: 4}",), ["ddp", "zero1", "zero2", "zero2-offload"]),
+    (("model.lora={r: 4}", "model.quantize=4bit"), ["ddp"]),
+    (("optimizer.compensation=kahan", "model.dtype=bfloat16"), ["ddp"]),
+    ((), [*NAMES]),
+])  # fmt: skip
+def test_only_what_the_recipes_checks_allow_is_planned(keys, names):
+    assert [*supported(recipe.load("mistral-7b/soren", ["run.parallel=ddp", *keys]), 8)] == names
 
 
 @pytest.fixture

@@ -114,7 +114,8 @@ def headline(results: Results) -> str:
     """Return in a sentence what the last row answers right, beside the row that it started from.
 
     "SFT is right on 18 of 20 trained questions (before: 0) and 30 of 40 general questions (before:
-    31, no clear change)". "" for one row, many columns, or scores that are no counts of right answers.
+    31, no clear change)". "" for one row, many columns, or scores that are no counts of right
+    answers.
     """
     own = results["rows"][-1]
     first, differences = start_of(results, own)
