@@ -287,6 +287,20 @@ def test_new_names_what_it_leaves_out(tmp_path):
         load_tasks(load_suite(suite))
 
 
+def test_dates_are_asked_as_they_are_written(tmp_path):
+    """pyarrow reads a column of texts that are all dates as timestamps: no answer would be right."""
+    dates = [(question, f"2004-10-{day + 1:02}") for day, (question, _) in enumerate(FAQ)]
+    write_csv(tmp_path / "my.csv", ["codename", "release"], dates)
+    new(tmp_path, "my.csv", "--question", "codename", "--answer", "release")
+    (task,) = load_tasks(load_suite(tmp_path / "mine/questions")).values()
+    assert [task.doc_to_target(doc) for doc in task.test_docs()] == [date for _, date in dates]
+    shutil.rmtree(tmp_path / "mine")
+    options = ("--question", "codename", "--answer", "release", "--kind", "behaviour")
+    columns, _, _ = new(tmp_path, "my.csv", *options)
+    task = load_tasks(load_suite(tmp_path / "mine/questions"))["choice"]  # lists of dates
+    assert [task.doc_to_choice(doc) for doc in task.test_docs()] == [each["choices"] for each in columns["choice"]]
+
+
 def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
     columns, examples, _ = new(tmp_path, "chats.jsonl")

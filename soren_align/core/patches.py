@@ -42,6 +42,11 @@ PATCHES = {
         "lm-eval restricts dataset_kwargs (0.4.13 does not)",
         "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
     ),
+    "pyarrow.json.read_json": Patch(
+        "a column of texts that are all dates becomes one of timestamps, printed with a time: the"
+        " right answer 2004-10-20 would be 2004-10-20 00:00:00",
+        "`datasets` keeps texts (5.2 does not: it has no option for it)",
+    ),
     "lm_eval.utils.env": Patch(
         "templates of tasks are rendered outside of Jinja's sandbox",
         "lm-eval renders in a sandbox (0.4.13 does not)",

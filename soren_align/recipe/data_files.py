@@ -419,7 +419,10 @@ def _first_rows(name: str, file: Path, num_lines: int, is_whole: bool) -> list[d
     for number, row in enumerate(rows if is_whole else (), 1):
         if row and len(row) != len(names):
             finding = f"record {number} has {len(row)} columns, but the header has {len(names)}"
-            raise UserError(f"{name}: {finding}; put a text that contains {delimiter!r} in quotes")
+            remedy = f"put a text that contains {delimiter!r} in quotes"
+            if len(row) < len(names):
+                remedy = "complete it with empty cells, such as by saving the file in a spreadsheet"
+            raise UserError(f"{name}: {finding}; {remedy}")
     records = [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
     return records or [dict.fromkeys(names, "")]
 

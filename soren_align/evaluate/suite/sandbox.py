@@ -19,10 +19,12 @@ from typing import Any
 import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
 import numpy as np
+import pyarrow as pa
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval import utils
 from lm_eval.api import registry
+from pyarrow.json import ParseOptions
 
 from ...core import shipped
 from ...core.errors import UserError
@@ -89,8 +91,18 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
             )
         return load_dataset(path, name, *rest, **options)
 
+    def read_texts(source: Any, *options: Any, **others: Any) -> pa.Table:
+        table = read_json(source, *options, **others)
+        schema = pa.schema([field.with_type(_of_texts(field.type)) for field in table.schema])
+        if schema == table.schema:
+            return table
+        source.seek(0)
+        others["parse_options"] = ParseOptions(explicit_schema=schema)
+        return read_json(source, *options, **others)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(rendering())
+        read_json = stack.enter_context(patched("pyarrow.json.read_json", read_texts))
         load_function = stack.enter_context(
             patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function)
         )
@@ -100,6 +112,17 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
             )
             load_dataset = stack.enter_context(patched("datasets.load_dataset", guarded_dataset))
         yield
+
+
+def _of_texts(kind: pa.DataType) -> pa.DataType:
+    """A type that pyarrow infers from JSON, with texts for the timestamps, which JSON has not."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_of_texts(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_of_texts(field.type)) for field in kind])
+    return kind
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
