@@ -40,6 +40,8 @@ class HeldOutValues:
     start: np.ndarray
     end: np.ndarray
     clusters: np.ndarray | None
+    weights: np.ndarray | None
+    """None: all are equal."""
     examples: str
     """Hash of the examples and their order: runs are compared only if it is equal."""
 
@@ -102,4 +104,5 @@ def read_held_out(file: Path, metric: str) -> HeldOutValues:
     # clusters are counted.
     if clusters is not None:
         _, clusters = np.unique(clusters, return_inverse=True)
-    return HeldOutValues(parts[0], parts[1], clusters, content["examples"])
+    unequal = weights if np.ptp(weights) else None
+    return HeldOutValues(parts[0], parts[1], clusters, unequal, content["examples"])

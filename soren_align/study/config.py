@@ -150,9 +150,10 @@ class VerdictSection(Section):
 
     seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
     """At least three values of trainer.seed, none of which the search used."""
-    reference: str = "adamw"
+    reference: str = ALL_PAIRS
     """The candidate that all others are compared with, besides the starting checkpoint. `all`:
-    every pair is compared, with Holm's correction for more comparisons."""
+    every pair is compared, so that the report can say which one to take; Holm's correction is for
+    more comparisons then."""
     retention: Retention | None = None
     """Benchmarks on which a candidate must not lose more than a margin."""
     equivalence: Equivalence | None = None

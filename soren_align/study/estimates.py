@@ -103,6 +103,12 @@ class Estimate:
             p = exp(float(root))
         return p if null else max(p, self.least_p)
 
+    def p_beyond(self, low: float, high: float) -> float:
+        """Return the two-sided p-value of the hypothesis that the true difference is between `low`
+        and `high`, of which the nearest to the estimate counts.
+        """
+        return max(self.p(min(max(self.value, low), high)), self.least_p)
+
     def p_above(self, bound: float) -> float:
         """Return the one-sided p-value of the hypothesis that the true difference is `bound` or
         less.
@@ -110,15 +116,15 @@ class Estimate:
         half = self.p(bound) / 2
         return half if self.value > bound else 1 - half
 
-    def p_within(self, margin: float) -> float:
-        """Return the p-value of the hypothesis that the true difference is `margin` or more, in
-        either direction.
+    def p_within(self, low: float, high: float) -> float:
+        """Return the p-value of the hypothesis that the true difference is `low` or less, or `high`
+        or more.
 
         Two one-sided tests (Schuirmann 1987): both must reject, so that neither needs a correction
         for the other.
         """
         mirrored = Estimate(-self.value, self.spread, self.least_p)
-        return max(self.p_above(-margin), mirrored.p_above(-margin))
+        return max(self.p_above(low), mirrored.p_above(-high))
 
     def detectable(self, num_tests: int, power: float) -> float | None:
         """Return the true difference that such a study finds with this power, at Holm's first
@@ -147,11 +153,11 @@ def estimate(measures: Sequence[Paired]) -> Estimate:
         # Over the seeds first: answers to one question under several seeds are not independent of
         # each other.
         of_questions = measure.each.mean(axis=0)
-        mean = Paired(of_questions, measure.clusters)
+        mean = measure._replace(each=of_questions)
         part = part_of(mean, smooth=measure.is_right_or_wrong)
         # The residual is a part of both variances: it is estimated here to be subtracted once.
         residuals = [
-            part_of(Paired(row - of_questions, measure.clusters)).variance for row in measure.each
+            part_of(measure._replace(each=row - of_questions)).variance for row in measure.each
         ]
         questions.append(part)
         residual.append(

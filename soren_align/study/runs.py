@@ -218,6 +218,38 @@ def edges(
     return at_edge
 
 
+def finer_gain(study: StudyFile, runs: list[Run], selected: int) -> float:
+    """What a search with values between those tried might gain in the metric, in its unit.
+
+    The parabola through the selected value and its two neighbours (on a logarithmic axis where all
+    are positive) has its best there or beside it. With optima between five values that lie a factor
+    of 2.2 apart, 10% to 75% of studies called equal optimizers different; with this gain as a part
+    of the interval, 1% to 3% (research/studies/statistics.md). 0: several keys are searched, or
+    the selected value is an end, which `edges` reports.
+    """
+    free = [*study.free(runs[0].candidate)]
+    if len(free) != 1:
+        return 0.0
+    metrics: dict[float, float] = {}
+    for trial in by_number(runs).values():
+        value, metric = trial[0].parameters[free[0]], mean_metric(trial)
+        if isinstance(value, str | bool):
+            return 0.0
+        if metric is not None:
+            metrics[value] = metric
+    tried = sorted(metrics)
+    i = tried.index(next(run for run in runs if run.number == selected).parameters[free[0]])
+    if not 0 < i < len(tried) - 1:
+        return 0.0
+    near = tried[i - 1 : i + 2]
+    x = [math.log(value) if near[0] > 0 else value for value in near]
+    y = [metrics[value] - metrics[near[1]] for value in near]
+    a, b = x[0] - x[1], x[2] - x[1]
+    curvature = (y[0] / a - y[2] / b) / (a - b)
+    slope = y[0] / a - curvature * a
+    return slope**2 / abs(4 * curvature) if curvature else 0.0
+
+
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested dict with dotted keys: {"optimizer.lr": 0.01, ...}."""
     items: dict[str, Any] = {}

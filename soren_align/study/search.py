@@ -33,7 +33,7 @@ from .config import (
     verdict_runs,
 )
 from .declaration import declare
-from .runs import STAGES, edges, read_run, read_scores, select
+from .runs import STAGES, edges, finer_gain, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, by_number
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS = "study.yaml", "study.json", "extensions.json"
@@ -144,6 +144,7 @@ class Progress:
         section, own = self.study.candidates[name], [run for run in runs if run.candidate == name]
         selected = select(own, higher_is_better=self.higher_is_better)
         at_edge = edges(self.study, name, own, selected) if selected is not None else {}
+        finer = finer_gain(self.study, own, selected) if selected is not None else 0.0
         space = self.study.search.model_dump()["space"] | section.model_dump()["space"]
         trials, verdict = by_number(own), []
         if selected is not None and all(run.status in ENDED for run in own):
@@ -151,7 +152,7 @@ class Progress:
                 self._read(run)
                 for run in verdict_runs(self.study, name, trials[selected][0].parameters)
             ]
-        return Candidate(name, section.set, space, own, selected, at_edge, verdict)
+        return Candidate(name, section.set, space, own, selected, at_edge, verdict, finer)
 
     def num_runs(self, runs: list[Run]) -> dict[str, int]:
         """Return the number of runs of each stage that there will be. runs: those of `update`."""

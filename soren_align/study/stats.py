@@ -2,7 +2,10 @@
 
 Better, worse, equivalent within a margin that was declared, or not distinguishable, and then the
 difference that this study could have found. All statements of a study are one family: at most 5% of
-studies state anything wrong.
+studies state anything wrong, if the seeds of the optimizers spread in shapes that are alike. A mean
+of five runs cannot hold an optimizer's rare collapse that none of them shows, and no test of means
+repairs this (research/studies/statistics.md has Welch's and others): the report says beside every
+answer how often such a run may happen.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,6 +47,15 @@ class _Comparison:
     reference: str
     measure: str
     estimate: Estimate
+    finer: tuple[float, float] = (0.0, 0.0)
+    """How much a search with more values might lower and raise the difference: the reference's gain
+    and the candidate's. An answer must hold for the best values, not for those tried."""
+
+    @property
+    def p(self) -> float:
+        """The p-value of no difference at the optimizers' best values."""
+        lower, higher = self.finer
+        return self.estimate.p_beyond(-higher, lower)
 
     @property
     def factor(self) -> float:
@@ -74,7 +86,8 @@ def verdict(
     suite = [column for column in columns if column != HELD_OUT]
     if average and suite:
         measures[AVERAGE] = suite
-    comparisons = list(_comparisons(rules, names, answers, measures))
+    finer = {candidate.name: candidate.finer for candidate in candidates}
+    comparisons = list(_comparisons(rules, names, answers, measures, finer))
     comparisons.sort(key=lambda each: each.reference != BASE)
 
     # Holm's correction is for all tests that were declared, also of candidates that have no
@@ -90,6 +103,7 @@ def verdict(
     differences = []
     for i, each in enumerate(comparisons):
         value, half = each.estimate.value, float(each.estimate.spread.margin(0.05))
+        lower, higher = each.finer
         limit = float("inf") if each.measure == HELD_OUT else 1.0
         is_equivalent = p_holm[i, "equivalence"] < FAMILY_ERROR if i in margins else None
         answer: Answer = "equivalent" if is_equivalent else "not distinguishable"
@@ -104,12 +118,12 @@ def verdict(
                 each.measure,
                 "loss" if each.measure == HELD_OUT else "percent",
                 value=each.factor * value,
-                low=each.factor * max(value - half, -limit),
-                high=each.factor * min(value + half, limit),
-                p=each.estimate.p(),
+                low=each.factor * max(value - half - lower, -limit),
+                high=each.factor * min(value + half + higher, limit),
+                p=each.p,
                 p_holm=p_holm[i, "difference"],
                 answer=answer,
-                detectable=None if detectable is None else each.factor * detectable,
+                detectable=None if detectable is None else each.factor * (detectable + lower),
                 margin=(
                     rules.retention.margin
                     if rules.retention and (i, "retention") in p_holm
@@ -121,6 +135,7 @@ def verdict(
                 equivalence=margins.get(i),
                 is_equivalent=is_equivalent,
                 seed_share=each.estimate.spread.seed_share,
+                finer=max(each.finer),
             )
         )
     return differences
@@ -135,7 +150,7 @@ def _tests_of(
     tests: list[tuple[int, str, float]] = []
     margins: dict[int, float] = {}
     for i, each in enumerate(comparisons):
-        tests.append((i, "difference", each.estimate.p()))
+        tests.append((i, "difference", each.p))
         if rules.retention and each.reference == BASE and each.measure in rules.retention.columns:
             tests.append((i, "retention", each.estimate.p_above(-rules.retention.margin / 100)))
         margin = (
@@ -145,7 +160,8 @@ def _tests_of(
         )
         if margin is not None:
             margins[i] = margin
-            tests.append((i, "equivalence", each.estimate.p_within(margin / each.factor)))
+            own, (lower, higher) = margin / each.factor, each.finer
+            tests.append((i, "equivalence", each.estimate.p_within(lower - own, own - higher)))
     return tests, margins
 
 
@@ -180,9 +196,15 @@ def is_complete(candidate: Candidate) -> bool:
 
 
 def _comparisons(
-    rules: VerdictSection, names: list[str], answers: Answers, measures: Mapping[str, list[str]]
+    rules: VerdictSection,
+    names: list[str],
+    answers: Answers,
+    measures: Mapping[str, list[str]],
+    finer: Mapping[str, float],
 ) -> Iterator[_Comparison]:
-    """Yield the comparisons of all measures. measures: the columns of which each is the mean."""
+    """Yield the comparisons of all measures. measures: the columns of which each is the mean.
+    finer: `Candidate.finer` by name; the search measures the held-out metric alone.
+    """
     runs = [points for name in names for points in answers.runs[name]]
     # (candidate, reference, the reference's name); None: the starting checkpoint.
     compared: list[tuple[int, int | None, str]] = [(k, None, BASE) for k in range(len(names))]
@@ -217,9 +239,12 @@ def _comparisons(
                     others = np.array([start[column].each for start in answers.starts[names[k]]])
                 else:
                     break
-                pairs.append(Paired(stacked[column][k] - others, runs[0][column].clusters))
+                own = runs[0][column]
+                pairs.append(Paired(stacked[column][k] - others, own.clusters, own.weights))
             if len(pairs) == len(columns):
-                yield _Comparison(names[k], name, measure, estimate(pairs))
+                gains = finer.get(name, 0.0), finer[names[k]]
+                gains = gains if measure == HELD_OUT else (0.0, 0.0)
+                yield _Comparison(names[k], name, measure, estimate(pairs), gains)
 
 
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
@@ -252,7 +277,11 @@ def read_answers(
             folder = RunFolder(study / run.folder)
             values, sign = read_held_out(folder.held_out, metric), 1 if higher_is_better else -1
             own, start = (
-                {HELD_OUT: ColumnPoints(sign * each, values.clusters, values.examples)}
+                {
+                    HELD_OUT: ColumnPoints(
+                        sign * each, values.clusters, values.examples, values.weights
+                    )
+                }
                 for each in (values.end, values.start)
             )
             if suite is not None:

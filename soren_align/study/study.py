@@ -90,6 +90,8 @@ class Candidate:
     at_edge: dict[str, Literal["low", "high"]]
     """Searched keys whose selected value lies at an end of the space."""
     verdict: list[Run] = field(default_factory=list)
+    finer: float = 0.0
+    """What a search with more values might gain in the metric, by `runs.finer_gain`."""
 
     @property
     def runs(self) -> list[Run]:
@@ -161,6 +163,8 @@ class Difference:
     seed_share: float = 0.0
     """The share of the variance that the seeds cause; questions or examples cause the other
     part."""
+    finer: float = 0.0
+    """The part of the interval, in either direction, that stands for values between those tried."""
 
 
 @dataclass(frozen=True)

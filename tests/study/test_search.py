@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from soren_align import recipe
 from soren_align.core import shipped
@@ -17,9 +18,9 @@ from soren_align.study.audit import cautions, conclude
 from soren_align.study.config import first_run, recipe_of_run
 from soren_align.study.declaration import declare
 from soren_align.study.runner import _move_another_setting
-from soren_align.study.runs import read_curve
+from soren_align.study.runs import finer_gain, read_curve
 from soren_align.study.search import read_study
-from soren_align.study.study import ENDED
+from soren_align.study.study import ENDED, Run
 from tests.support.study_runs import end, end_all, progress_of, study_of
 
 
@@ -272,3 +273,25 @@ def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
     points = read_curve(read_metrics(tmp_path / "metrics.jsonl"), "eval_loss")
     expected = [(0, 0, 0.0), (6, count.get("eval_num_tokens", 600), 10.0)]
     assert [(point.step, point.tokens, point.seconds) for point in points] == expected
+
+
+@pytest.mark.parametrize("best", [0.7, 1.0, 1.2])
+def test_the_gain_of_a_finer_search_is_that_of_the_parabola_through_the_best_three(tmp_path, best):
+    """On an axis of logarithms: a parabola's own best value is found from three values around it."""
+    study = study_of(tmp_path)
+    values = [1e-3 * 3**i for i in range(5)]
+
+    def trials(metrics):
+        return [
+            Run("adamw", "search", i, 0, "", {"optimizer.lr": value}, "finished" if m is not None else "diverged", metric=m)
+            for i, (value, m) in enumerate(zip(values, metrics, strict=True))
+        ]  # fmt: skip
+
+    x = np.log(values) - np.log(values[2]) - (best - 1)
+    curve = (2 + 0.3 * x**2).tolist()
+    selected = int(np.argmin(curve))
+    assert finer_gain(study, trials(curve), selected) == pytest.approx(curve[selected] - 2, abs=1e-12)
+    assert finer_gain(study, trials([-m for m in curve]), selected) == pytest.approx(curve[selected] - 2, abs=1e-12)
+    assert finer_gain(study, trials([1, 2, 3, 4, 5]), 0) == 0  # an end: `edges` says so
+    assert finer_gain(study, trials([None, 2, 1, None, None]), 2) == 0
+    assert finer_gain(study, trials([1.0] * 5), 2) == 0

@@ -76,9 +76,9 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     retention = "verdict.retention={columns: [zoo_mc], margin: 5.0}"
     plan = planned("verdict.seeds=[7, 8, 9]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9", retention)
     section = plan["detectable"]
-    # Three columns, their average and the loss, of four candidates with the base and of three with the reference; one
-    # column is retained.
-    assert section["comparisons"] == 4 * (5 + 1) + 3 * 5
+    # Three columns, their average and the loss, of four candidates with the base and of six pairs, which are tested for
+    # equivalence too; one column is retained.
+    assert section["comparisons"] == 4 * (5 + 1) + 2 * 6 * 5
     design = Design(seeds=3, num_tests=section["comparisons"], power=0.9)
     for column, size in SIZES.items():
         for kind, to_base in (("to_base", True), ("to_reference", False)):
@@ -103,10 +103,12 @@ def test_disk_space_is_that_of_all_runs_and_of_checkpoints_that_are_being_writte
 
 
 def test_all_pairs_are_a_larger_family_and_need_larger_effects():
-    one, pairs = planned()["detectable"], planned("verdict.reference=all")["detectable"]
+    one, pairs = (
+        planned(f"verdict.reference={name}", "verdict.equivalence=null")["detectable"] for name in ("adamw", "all")
+    )
     assert (one["comparisons"], pairs["comparisons"]) == (7 * 5, 10 * 5)
     assert pairs["held_out"]["to_reference"] > one["held_out"]["to_reference"]
-    assert "to each other" in printed(planned("verdict.reference=all"))
+    assert "to each other" in printed(planned())
 
 
 def test_an_unknown_assumption_is_refused():

@@ -4,12 +4,14 @@ tests/study/simulations.py has many more of them, for the tables of research/stu
 """
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 from soren_align.evaluate.stats.paired import Paired
+from soren_align.evaluate.stats.power import detectable, part_of
 from soren_align.study import stats as module
 from soren_align.study.config import Equivalence, Retention, VerdictSection
 from soren_align.study.estimates import (
@@ -199,8 +201,8 @@ def test_two_one_sided_tests_are_those_of_student():
     found = Estimate(float(d.mean()), Spread(Part(float(d.var(ddof=1)) / 8, 7)))
     below = stats.ttest_1samp(d, 0.1, alternative="less").pvalue
     above = stats.ttest_1samp(d, -0.1, alternative="greater").pvalue
-    assert found.p_within(0.1) == pytest.approx(max(below, above), rel=1e-2)
-    assert found.p_within(0.001) > 0.5  # the estimate itself is outside
+    assert found.p_within(-0.1, 0.1) == pytest.approx(max(below, above), rel=1e-2)
+    assert found.p_within(-0.001, 0.001) > 0.5  # the estimate itself is outside
 
 
 def test_the_number_of_looks_multiplies_p():
@@ -369,3 +371,68 @@ def test_no_spread_at_all_is_no_evidence():
     held_out = [d for d in verdict(RULES, candidates, answers) if d.measure == HELD_OUT]
     assert {d.answer for d in held_out} == {"not distinguishable"}
     assert {d.detectable for d in held_out} == {None}
+
+
+def test_answers_of_unlike_lengths_are_worth_fewer_examples():
+    """Lengths of 12 answers with sigma 1.5: Student's t with 11 degrees of freedom covers 82% of true means."""
+    rng, covered, before = np.random.default_rng(0), [], []
+    for _ in range(1500):
+        weights, x = rng.lognormal(sigma=1.5, size=12), rng.normal(size=12)
+        mean = np.average(x, weights=weights)
+        scaled = mean + (x - mean) * weights / weights.mean()  # as `read_held_out` does
+        for known, into in ((weights, covered), (None, before)):
+            part = part_of(Paired(scaled, weights=known))
+            into.append(mean**2 <= part.at(0.05))
+    assert np.mean(covered) >= 0.93
+    assert np.mean(before) <= 0.85
+    # Equal weights are none, and an example that is its own cluster is no cluster.
+    x = rng.normal(size=30)
+    plain, equal = part_of(Paired(x)), part_of(Paired(x, weights=np.full(30, 7.0)))
+    clustered = part_of(Paired(x, np.arange(30), np.full(30, 2.0)))
+    for part in (equal, clustered):
+        assert (part.variance, part.degrees) == pytest.approx((plain.variance, plain.degrees))
+
+
+def test_one_answer_with_nearly_all_tokens_decides_nothing():
+    world = replace(LOSS_ONLY, seeds=5, examples=12, start_loss=3.0)
+    candidates, answers = draw(world, np.random.default_rng(0))
+    weights = np.array([1e5, *[1.0] * 11])
+    for points in [*itertools.chain(*answers.runs.values()), *answers.starts["soren"][:1]]:
+        points[HELD_OUT] = replace(points[HELD_OUT], weights=weights)
+    found = [d for d in verdict(RULES, candidates, answers) if d.measure == HELD_OUT]
+    assert {d.answer for d in found} == {"not distinguishable"}
+
+
+def test_a_difference_that_a_finer_search_may_explain_is_none():
+    """Ten standard errors between two optimizers, which the reference might gain between its learning rates."""
+    world = replace(LOSS_ONLY, seeds=5, example_sd=0.001, start_loss=3.0, gains={("soren", HELD_OUT): 10.0})
+    candidates, answers = draw(world, np.random.default_rng(0))
+
+    def soren(adamw, own=0.0):
+        gains = {"adamw": adamw, "soren": own}
+        known = [replace(c, finer=gains.get(c.name, 0.0)) for c in candidates]
+        found = verdict(declaring(0.2), known, answers)
+        return next(d for d in found if (d.candidate, d.reference) == ("soren", "adamw"))
+
+    plain = soren(0.0)
+    assert (plain.answer, plain.is_equivalent) == ("better", True)
+    for gain in (0.01, 0.05):
+        widened = soren(gain)
+        assert (widened.low, widened.high) == pytest.approx((plain.low - gain, plain.high))
+        assert widened.finer == gain
+        assert widened.detectable == pytest.approx(plain.detectable + gain)
+    assert soren(0.05).p_holm > soren(0.01).p_holm > plain.p_holm
+    assert soren(0.12).answer != "better"
+    assert soren(0.0, own=0.12).answer == "better"  # its own better rate can only widen the lead
+    assert soren(0.0, own=0.12).is_equivalent is False  # but then out of the margin
+
+
+def test_a_margin_of_a_million_errors_has_its_detectable_difference_at_once():
+    """scipy's search for it takes hours; both forms agree where they meet."""
+    for degrees in (1.0, 1.5, 4.0):
+        below, above = (detectable(1.0, degrees, margin, 0.8) / margin for margin in (999.0, 1001.0))
+        assert below == pytest.approx(above, rel=1e-3)
+    start = time.perf_counter()
+    assert detectable(1.0, 4.0, 1e8, 0.8) > 1e8
+    assert detectable(1.0, 0.002, 1e30, 0.8) >= 1e30
+    assert time.perf_counter() - start < 1

@@ -30,7 +30,7 @@ def test_the_form_changes_with_its_version_only(tmp_path):
     }  # fmt: skip
     assert content["differences"][0].keys() == {
         "candidate", "reference", "measure", "unit", "value", "low", "high", "p", "p_holm", "answer", "detectable",
-        "equivalence_margin", "retention_margin", "retained",
+        "equivalence_margin", "retention_margin", "retained", "finer",
     }  # fmt: skip
 
 

@@ -69,9 +69,11 @@ class World:
     """Over examples, of the difference of two candidates' losses."""
     start_loss: float = 1.0
     """Of the starting checkpoint. 1: the training changes no loss."""
-    seed_kind: str = "normal"
+    seed_kind: str | tuple[str, ...] = "normal"
     """The distribution of the effects of seeds: normal, t3, lognormal, bad (one run in ten is 10 standard deviations of
-    the others worse); all with mean 0 and standard deviation 1."""
+    the others worse); all with mean 0 and standard deviation 1. A tuple: of each candidate."""
+    length_sigma: float = 0.0
+    """Of the logarithm of the examples' lengths, by which their losses are weighted."""
 
     def true_score(self, column, skill=None, spread=None):
         """The expected points of a run with this skill."""
@@ -125,11 +127,16 @@ def draw(world, rng):
 
     def losses(mean, taste):
         luck = rng.normal(size=world.examples) * world.example_sd / 4
-        return ColumnPoints(-(mean + taste + luck), None, "0" * 64)
+        if weights is None:
+            return ColumnPoints(-(mean + taste + luck), None, "0" * 64)
+        # as `read_held_out` scales them
+        each, middle = -(mean + taste + luck), -(mean + np.average(taste + luck, weights=weights))
+        return ColumnPoints(middle + (each - middle) * weights / weights.mean(), None, "0" * 64, weights)
 
     def taste():
         return rng.normal(size=world.examples) * world.example_sd / np.sqrt(2)
 
+    weights = rng.lognormal(sigma=world.length_sigma, size=world.examples) if world.length_sigma else None
     base[HELD_OUT] = losses(world.start_loss, taste())
     seeds = world.loss_sd * seed_effects(world, rng)
     for k, name in enumerate(world.names):
@@ -143,17 +150,23 @@ def draw(world, rng):
 def seed_effects(world, rng):
     """[candidates, seeds]: of mean 0; the standard deviations are those of `spreads`."""
 
-    def effects(*size):
-        if world.seed_kind == "t3":
+    def effects(kind, *size):
+        if kind == "t3":
             return rng.standard_t(3, size) / np.sqrt(3)
-        if world.seed_kind == "lognormal":
+        if kind == "lognormal":
             return (rng.lognormal(size=size) - np.exp(0.5)) / np.sqrt((np.e - 1) * np.e)
-        if world.seed_kind == "bad":
-            return (rng.normal(size=size) + 10 * (rng.random(size) < 0.1) - 1) / np.sqrt(1 + 9)
+        if kind.startswith("bad"):  # "bad 0.2 10": their share, and by how many standard deviations of the others
+            share, worse = map(float, kind.split()[1:] or (0.1, 10))
+            x = rng.normal(size=size) + worse * (rng.random(size) < share) - share * worse
+            return x / np.sqrt(1 + share * (1 - share) * worse**2)
         return rng.normal(size=size)
 
-    own = np.sqrt(1 - world.seeds_shared) * effects(len(world.names), world.seeds)
-    shared = np.sqrt(world.seeds_shared) * effects(world.seeds)
+    kinds = world.seed_kind
+    if isinstance(kinds, tuple):
+        own = np.array([effects(kind, world.seeds) for kind in kinds[: len(world.names)]])
+        return np.array(world.spreads)[: len(own), None] * own
+    own = np.sqrt(1 - world.seeds_shared) * effects(kinds, len(world.names), world.seeds)
+    shared = np.sqrt(world.seeds_shared) * effects(kinds, world.seeds)
     return np.array(world.spreads)[: len(world.names), None] * (shared + own)
 
 

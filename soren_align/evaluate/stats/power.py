@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
-from scipy.special import nctdtrinc, stdtrit
+from scipy.special import chdtri, nctdtrinc, stdtrit
 
 from .paired import Paired
 
@@ -35,12 +35,13 @@ NOTHING = Part(0.0, 1.0)
 def detectable(error: float, degrees: float, margin: float, power: float = POWER) -> float:
     """Return the true difference whose interval, of this margin, excludes 0 with this power.
 
-    error: the standard error of the difference, estimated with so many degrees of freedom. Below
-    one degree, as where one cluster has nearly all questions, at least 1000 standard errors.
+    error: the standard error of the difference, estimated with so many degrees of freedom.
     """
-    # scipy's search for the noncentrality does not end there; the margin alone is above 12 errors.
-    if degrees < 1:
-        return error * min(max(1e3, 10 * margin / error), 1e9)
+    # scipy's search for the noncentrality does not end where few degrees of freedom, as of one
+    # cluster with nearly all questions, make a margin of 10^6 errors. There the estimated error
+    # decides alone: error * sqrt(chi^2 / degrees) is small enough with this power.
+    if degrees < 1 or margin > 1e3 * error:
+        return margin * max(1.0, sqrt(float(chdtri(degrees, 1 - power)) / degrees))
     return error * float(nctdtrinc(degrees, 1 - power, margin / error))
 
 

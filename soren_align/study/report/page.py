@@ -269,7 +269,9 @@ def terminal_verdict(study: Study) -> Group:
         parts.append(Text(f"{legend}\n", style="dim"))
     for reference in text.references_of(study):
         for each in text.comparisons(study, reference):
-            parts.append(_point(Text.assemble((each.lead, STYLES[each.answer]), each.facts)))
+            # That training helped is in the first sentences; the page has all numbers.
+            if reference != BASE or len(study.candidates) == 1 or not each.is_better_throughout:
+                parts.append(_point(Text.assemble((each.lead, STYLES[each.answer]), each.facts)))
     if study.cautions:
         parts.append(Text("\nHow this conclusion could be wrong", style="bold"))
         parts += [_point(Text(caution)) for caution in study.cautions]

@@ -3,13 +3,24 @@
 The sentences that only the page has stand in its template, sections.j2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from ...core.text import join_words, number, p_value
-from ..config import VerdictSection
-from ..study import AVERAGE, BASE, HELD_OUT, MANY_EXAMPLES, Difference, Study
+from ...core.text import duration, join_words, number, p_value
+from ..config import ALL_PAIRS, VerdictSection
+from ..study import (
+    AVERAGE,
+    BASE,
+    HELD_OUT,
+    MANY_EXAMPLES,
+    Candidate,
+    Difference,
+    Study,
+    by_number,
+    finished,
+)
 
 METRICS = {
     "eval_loss": "held-out loss",
@@ -23,6 +34,8 @@ THAN = {
     "equivalent": "equivalent to",
     "not distinguishable": "not distinguishable from",
 }
+FINER = 0.05
+"""The share of an interval from which on the part for settings between those tried is named."""
 SIGNS = {"better": " ▲", "worse": " ▼", "equivalent": " ="}
 """The mark after a score, by answer."""
 
@@ -35,6 +48,8 @@ class Comparison:
     facts: str
     answer: str
     """The answer on the first measure, which colours the sentence."""
+    is_better_throughout: bool
+    """Whether the candidate is better on every measure, and no margin was tested."""
 
 
 def rules_of(study: Study) -> VerdictSection:
@@ -90,7 +105,9 @@ def differences_to(study: Study, reference: str) -> list[Difference]:
 
 def headline(study: Study) -> list[str]:
     """Return the verdict in one sentence per reference, on the first measure; the first sentence
-    begins with what limits all of them."""
+    begins with what limits all of them. Then which optimizer to take, and what so few runs cannot
+    show.
+    """
     sentences = []
     limits = _limits(study)
     for reference in references_of(study):
@@ -112,11 +129,13 @@ def headline(study: Study) -> list[str]:
             reasons = dict.fromkeys(resolution(d) for d in unclear)
             sentence += f" ({join_words([*reasons])})"
         sentences.append(f"{sentence}.")
-    return sentences
+    return [*sentences, *_choice(study), *_rare_failures(study)]
 
 
 def _limits(study: Study) -> str:
-    """Return " of 40 examples, at the values tried (...)", where these limit the verdict."""
+    """Return " of only 40 examples, each optimizer at the best of 5 settings (...)", where these
+    limit the verdict.
+    """
     number = study.num_questions.get(HELD_OUT, MANY_EXAMPLES)
     text = f" of only {number} examples" if number < MANY_EXAMPLES else ""
     edges = [
@@ -124,7 +143,73 @@ def _limits(study: Study) -> str:
         for each in study.candidates
         for key, end in each.at_edge.items()
     ]
-    return text + (f", at the values tried ({join_words(edges)})" if edges else "")
+    settings = max((len(by_number(each.trials)) for each in study.candidates), default=1)
+    if settings > 1:
+        text += f", each optimizer at the best of {settings} settings"
+    return text + (f" ({join_words(edges)})" if edges else "")
+
+
+def _choice(study: Study) -> Iterator[str]:
+    """Yield the answer to "which one do I take?": the best mean, those that are shown to be as good
+    within the declared margin, and which of these costs least time. Nothing unless all others were
+    compared with the best one.
+    """
+    ended = [each for each in study.candidates if finished(each.verdict)]
+    means = {each.name: fmean(_metrics(each)) for each in ended}
+    if len(means) < 2:
+        return
+    best = (max if study.higher_is_better else min)(means, key=lambda name: means[name])
+    compared: dict[str, Difference] = {}
+    for d in study.differences:
+        if d.measure == HELD_OUT and best in (d.candidate, d.reference) and d.reference != BASE:
+            compared[d.reference if d.candidate == best else d.candidate] = d
+    if {*compared} != {*means} - {best}:
+        return
+    margin = next((d.equivalence for d in compared.values()), None)
+    equal = [name for name, d in compared.items() if d.is_equivalent]
+    unclear = [name for name, d in compared.items() if d.answer == "not distinguishable"]
+    sentence = f"Which one to take: {best} has the best {metric_name(study)}"
+    if equal and margin is not None:
+        verb = "is" if len(equal) == 1 else "are"
+        sentence += f"; {join_words(equal)} {verb} as good within {amount(margin, 'loss')}"
+    if unclear:
+        sentence += f"; {join_words(unclear)} may be as good, which these runs cannot show"
+    times = {
+        each.name: fmean(seconds)
+        for each in ended
+        if each.name in (best, *equal)
+        and (seconds := [run.seconds for run in each.verdict if run.seconds])
+    }
+    if equal and len(times) == len(equal) + 1:
+        first, *_ = sorted(times, key=lambda name: times[name])
+        sentence += f". Of these, {first} took the least time: {duration(times[first])} a run"
+    yield f"{sentence}."
+
+
+def _rare_failures(study: Study) -> Iterator[str]:
+    """Yield what the number of runs cannot exclude: a failure of probability q is missing in n runs
+    with probability (1 - q)^n, which is 5% at 1 - 0.05^(1 / n).
+    """
+    ended = [each for each in study.candidates if finished(each.verdict)]
+    if not ended or not study.differences:
+        return
+    runs = min(len(finished(each.verdict)) for each in ended)
+    yield (
+        f"With {runs} runs of each, a failure that occurs in up to {1 - 0.05 ** (1 / runs):.0%} of"
+        " an optimizer's runs may be missing from these, and would change its mean: the answers"
+        " hold for runs like these."
+    )
+
+
+def _metrics(candidate: Candidate) -> list[float]:
+    """Return the metric of each final run that has one."""
+    return [run.metric for run in finished(candidate.verdict) if run.metric is not None]
+
+
+def _worst(study: Study, name: str) -> str:
+    """Return the worst metric of a candidate's final runs."""
+    metrics = next(_metrics(each) for each in study.candidates if each.name == name)
+    return metric_text((min if study.higher_is_better else max)(metrics))
 
 
 def comparisons(study: Study, reference: str) -> list[Comparison]:
@@ -148,11 +233,19 @@ def _comparison(study: Study, differences: Sequence[Difference]) -> Comparison:
             answers.append(f"{than} {other} on {join_words(measures)}")
             other = "it"
     # The first measure's numbers; the table of differences has those of the others.
-    facts = f"95% interval {_interval(study, first)}, corrected {p_value(first.p_holm)}"
+    facts = f"95% interval {_interval(study, first)}"
+    if first.finer > FINER * (first.high - first.low):
+        part = amount(first.finer, first.unit)
+        facts += f", of which up to {part} for settings between those tried"
+    facts += f", corrected {p_value(first.p_holm)}"
     if first.is_equivalent and first.equivalence is not None:
         facts += f"; equivalent within {amount(first.equivalence, first.unit)}"
     elif first.answer == "not distinguishable":
         facts += f"; {resolution(first)}"
+    if first.measure == HELD_OUT:
+        facts += f"; worst run {_worst(study, first.candidate)}"
+        if first.reference != BASE:
+            facts += f", {first.reference}'s {_worst(study, first.reference)}"
     name = measure_name(study, first.measure)
     value = f"{amount(abs(first.value), first.unit)} {_direction(study, first, first.value)}"
     facts = f": its {name} is {value} ({facts})."
@@ -162,7 +255,9 @@ def _comparison(study: Study, differences: Sequence[Difference]) -> Comparison:
             shown = "is shown" if d.retained else "is not shown"
             margin = f"the margin of {amount(d.margin, d.unit)}"
             facts += f" It {shown} to lose less than {margin} on {measure_name(study, d.measure)}."
-    return Comparison(f"{first.candidate} is {join_words(answers)}", facts, first.answer)
+    throughout = all(d.answer == "better" and d.margin is None for d in differences)
+    lead = f"{first.candidate} is {join_words(answers)}"
+    return Comparison(lead, facts, first.answer, throughout)
 
 
 def _interval(study: Study, d: Difference) -> str:
@@ -213,15 +308,17 @@ def legend(study: Study) -> str:
         signs.append("= equivalent")
     meaning = f"{', '.join(signs)}; values without a sign: not distinguishable."
     others = [*dict.fromkeys(d.candidate for d in study.differences if d.reference == reference)]
-    if len(others) > 1:
+    if len(others) > 1 and rules_of(study).reference != ALL_PAIRS:
         meaning += f" Not compared with one another: {join_words(others)}."
     return meaning
 
 
 def _only_reference(study: Study) -> str | None:
-    """Return the candidate that all others are compared with; None with problems or several."""
-    references = {d.reference for d in study.differences} - {BASE}
-    return references.pop() if len(references) == 1 and not study.problems else None
+    """Return the candidate that all others are compared with: of all pairs, the first one. None
+    with problems.
+    """
+    references = references_of(study)
+    return references[0] if references[:1] != [BASE] and references and not study.problems else None
 
 
 def no_verdict(study: Study) -> str:

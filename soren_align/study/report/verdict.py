@@ -22,7 +22,7 @@ from . import text
 VERDICT = "verdict.json"
 FORMAT = 2
 DIFFERENCE = ("candidate", "reference", "measure", "unit", "value", "low", "high", "p", "p_holm")
-DIFFERENCE += ("answer", "detectable", "retained")
+DIFFERENCE += ("answer", "detectable", "retained", "finer")
 """Fields of a Difference that have the same key in the file."""
 
 
