@@ -100,6 +100,7 @@ With a model in the place of a recipe, `plan` shows how the model would be train
 ([models.md](models.md#a-model-before-its-data)). If a problem would stop every training of this model, the exit code
 is 2.
 """,
+    "lr": "[learning-rates.md](learning-rates.md) has the table of the tools, and the assumptions.\n",
     "reshard": "[distributed.md](distributed.md) describes this command in its section about checkpoints.\n",
     "spectrum": """\
 A map is the function that an optimizer applies to the singular values of a momentum. `spectrum` prints how much the

@@ -179,6 +179,13 @@ def test_every_measurement_is_explained_and_taken(metric):
         assert f'"{key}"' in sources or key == "learning_rate"  # which TRL logs
 
 
+def test_the_learning_rates_of_other_tools_are_those_of_the_command():
+    """If not: python docs/make_rates.py."""
+    rates = script("docs/make_rates.py")
+    text = rates.PAGE.read_text(encoding="utf-8")
+    assert rates.page(text) == text
+
+
 @pytest.mark.rest
 @pytest.mark.process
 @pytest.mark.sample

@@ -505,6 +505,7 @@ def chat(
 app.command()(results.show)
 app.command()(results.runs)
 app.command()(results.curves)
+app.command()(expert.lr)
 app.command()(expert.reshard)
 app.command()(expert.spectrum)
 app.command()(results.merge)

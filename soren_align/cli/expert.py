@@ -1,11 +1,12 @@
-"""The commands for those who look into the optimizer or the machine: spectra, checkpoints of
-several processes, doctor.
+"""The commands for those who look into the optimizer or the machine: learning rates of other tools,
+spectra, checkpoints of several processes, doctor.
 """
 
 from typing import Annotated
 
 import typer
 
+from ..core.errors import UserError
 from .grammar import WITH_JSON, AsJson, refuse_options
 
 
@@ -46,6 +47,56 @@ def spectrum(
     from ..launch import commands
 
     commands.spectrum(run, matrices or ["*"], full=full, as_json=as_json)
+
+
+def lr(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="A folder with a config.json, or a hub name."
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="TOOL[:MODE][,FACTOR],LR",
+            help="The rate in a tool: megatron:spectral,0.2,2e-5. Default: list the tools.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="TOOL[:MODE][,FACTOR]",
+            help="Another tool, to find its learning rate. AdamW's and ours are always printed.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Translate a learning rate of Muon between tools, by the size of the updates.
+
+    Tools scale Muon's update differently. For each shape of the model's matrices, the command
+    prints the RMS of one update, and AdamW's learning rate for this RMS, which is taken to be 0.2
+    of its rate.
+    """
+    from ..planning import rates
+
+    if start is None:
+        refuse_options(context, ["model", "target", "as_json"], "without --from", "add --from")
+        from ..core.text import Terminal
+
+        rates.print_conventions(Terminal())
+        return
+    convention = rates.parse(start, "--from", has_lr=True)
+    other = None if target is None else rates.parse(target, "--to", has_lr=False)
+    if model is None:
+        raise UserError("--model: is missing; name a folder with a config.json, or a hub model")
+    from ..launch import commands
+    from ..recipe import load_for_model
+
+    commands.translate_rate(load_for_model(model), convention, other, as_json=as_json)
 
 
 def doctor(

@@ -33,7 +33,7 @@ Judge     eval       evaluate models beside the checkpoints they started from
           chat       talk to a model
 Look      show, runs, curves
 Share     merge, export (to llama.cpp, Ollama), push
-Expert    spectrum, reshard, doctor, schema
+Expert    lr, spectrum, reshard, doctor, schema
 
 Examples  soren-align sft quickstart/sft
           soren-align sft --model MODEL --data faq.csv --output runs/faq

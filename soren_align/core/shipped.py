@@ -38,7 +38,7 @@ NAVIGATION = {
         *("docs/library.md", "docs/hosts.md"),
         *("docs/doctor.md", "docs/environment.md", "docs/support.md", "docs/reliability.md"),
     ],
-    "Science": ["docs/optimizers.md"],
+    "Science": ["docs/optimizers.md", "docs/learning-rates.md"],
     "Contributing": [
         *("CONTRIBUTING.md", "docs/architecture.md", "docs/style.md"),
         *("SECURITY.md", "CHANGELOG.md"),

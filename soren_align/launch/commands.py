@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UserError, known_failure
 from ..core.figures import NO_PICTURES
@@ -51,6 +51,9 @@ from .environment import (
     without_ranks,
 )
 from .preparation import prepare
+
+if TYPE_CHECKING:
+    from ..planning.rates import Convention
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -398,16 +401,9 @@ def plan_model(recipe: Recipe, next_command: str, *, processes: int, as_json: bo
     processes: of the predicted optimizer states. next_command: printed last, unless the model
     cannot be trained.
     """
-    from ..planning.offline import model_config, offline_without_hub
+    inspection = _inspection(recipe, processes)
+    from ..planning.inspection import ALWAYS, print_inspection
 
-    if model_config(recipe.model.name_or_path) is None:
-        refuse_unreachable(recipe)
-    set_environment(recipe)
-    console = stderr_console()
-    with deferred(), console.status("Loading torch and transformers"):
-        from ..planning.inspection import ALWAYS, inspect_model, print_inspection
-    with quiet_libraries(), console.status("Inspecting the model"), offline_without_hub():
-        inspection = inspect_model(recipe, processes)
     is_refused = any(problem["when"] == ALWAYS for problem in inspection["problems"])
     if as_json:
         sys.stdout.write(json.dumps(inspection, indent=2) + "\n")
@@ -416,6 +412,42 @@ def plan_model(recipe: Recipe, next_command: str, *, processes: int, as_json: bo
         if not is_refused:
             print_labelled(terminal, "next", next_command, wrap=False)
     return 2 if is_refused else 0
+
+
+def _inspection(recipe: Recipe, processes: int) -> dict[str, Any]:
+    """The inspection of the recipe's model; see `inspect_model`."""
+    from ..planning.offline import model_config, offline_without_hub
+
+    if model_config(recipe.model.name_or_path) is None:
+        refuse_unreachable(recipe)
+    set_environment(recipe)
+    console = stderr_console()
+    with deferred(), console.status("Loading torch and transformers"):
+        from ..planning.inspection import inspect_model
+    with quiet_libraries(), console.status("Inspecting the model"), offline_without_hub():
+        return inspect_model(recipe, processes)
+
+
+def translate_rate(
+    recipe: Recipe, start: "Convention", target: "Convention | None", *, as_json: bool
+) -> None:
+    """Print what the rate of `start` means for the matrices of the recipe's model, and elsewhere.
+
+    Raises UserError if the model has no matrices.
+    """
+    from ..planning import rates
+
+    matrices = _inspection(recipe, 1)["matrices"]
+    if not matrices:
+        name = recipe.model.name_or_path
+        raise UserError(
+            f"--model {name}: has no matrices for Muon; name a model with linear layers"
+        )
+    translation = rates.translate(matrices, start, target)
+    if as_json:
+        sys.stdout.write(json.dumps(translation, indent=2) + "\n")
+    else:
+        rates.print_translation(translation, Terminal())
 
 
 def reshard(run: str) -> None:

@@ -5,7 +5,7 @@ Every check is the one that training makes; what it refuses becomes a problem he
 built from its config on the meta device, so neither weights nor a GPU are needed.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,6 +120,7 @@ def inspect_model(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
         "optimizer": recipe.optimizer.name,
         "spectral_share": spectral_share(table),
         "routing": table,
+        "matrices": _matrices(routes),
         "fused": _fused(routes, config),
         "tied": [several for several in names.values() if len(several) > 1],
         "num_processes": num_ranks,
@@ -206,6 +207,22 @@ def _tokens(
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _matrices(routes: Sequence[Route]) -> list[dict[str, Any]]:
+    """Return {"layers", "shape", "number"} of the matrices of each shape, in the order of the
+    model.
+    """
+    numbers: Counter[tuple[int, int]] = Counter()
+    layers = defaultdict(dict)
+    for r in (r for r in routes if r.rule == "spectral"):
+        for shape, number in r.matrix_shapes.items():
+            numbers[shape] += number
+            layers[shape][layer_of(r.name)] = True
+    return [
+        {"layers": [*layers[shape]], "shape": [*shape], "number": number}
+        for shape, number in numbers.items()
+    ]
 
 
 def _fused(routes: Sequence[Route], config: Any) -> list[dict[str, Any]]:
