@@ -270,3 +270,29 @@ def test_stats_imports_no_library_of_models(tmp_path):
     heavy = {"torch", "transformers", "datasets", "lm_eval", "matplotlib.pyplot"}
     for words, modules in (([str(good), f"b={good}"], heavy), (["--help"], heavy | {"numpy", "scipy", "pandas"})):
         assert not command.imported(f"from soren_align.cli import app; app.main(['stats', *{words}])", modules)
+
+
+def test_equal_questions_floats_as_ids_and_other_metrics(tmp_path):
+    """Ten answers to one question are no ten questions; 1.0 is the id 1; another metric is no other task."""
+
+    def table(name, head, rows):
+        (tmp_path / name).write_text("\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n")
+        return tmp_path / name
+
+    asked = [table(f"{s}.csv", "id,question,score", [(i, f"q{i % 4}", s) for i in range(40)]) for s in (0, 1)]
+    (d,) = comparisons(*asked)
+    assert d["p"] == 0.125  # a sign-flip test of four questions
+    assert "40 answers to 4 different questions" in " ".join(run(*asked).stdout.split())
+
+    plain = table("ints.csv", "id,score", [(i, i % 2) for i in range(40)])
+    (tmp_path / "floats.json").write_text(json.dumps([{"id": float(i), "score": (i + 1) % 2} for i in range(40)]))
+    (d,) = comparisons(plain, tmp_path / "floats.json")
+    assert (d["n"], d["difference"]) == (40, 0.0)
+
+    one = table("one.csv", "id,acc", [(i, 1) for i in range(40)])
+    both = table("both.csv", "id,acc,acc_norm", [(i, 1, 0) for i in range(40)])
+    assert "one is scored by acc, but both by acc_norm; name a metric that both have: --metric" in " ".join(
+        run(one, both, code=2).stderr.split()
+    )
+    (d,) = comparisons(one, both, "--metric", "acc")
+    assert d["difference"] == 0.0

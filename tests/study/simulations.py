@@ -131,7 +131,7 @@ def unlike_shapes():
                 yield title, replace(world, spreads=tuple(spreads))
         for kind, spread in (("lognormal", 10), ("lognormal", 1), ("t3", 10)):
             kinds, spreads = (kind, *["normal"] * 3), (spread, 1, 1, 1)
-            world = replace(quiet, seeds=seeds, seed_kind=kinds, spreads=spreads)
+            world = replace(quiet, seeds=seeds, **(names(4) | {"spreads": spreads}), seed_kind=kinds)
             yield f"{seeds} seeds, 4 optimizers, the reference's {kind}, {spread} times wider", world
 
 

@@ -156,6 +156,14 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         # Not every file has clusters. The questions are the same, so that another model's labels
         # hold.
         clusters = next((t.cluster for t in tables.values() if t.cluster.notna().any()), None)
+        # A question that was asked ten times is not ten questions.
+        texts = tables[first_name].content
+        if clusters is None and texts.notna().all() and texts.duplicated().any():
+            clusters = texts
+            notes.append(
+                f"{task}: {len(shared):,} answers to {texts.nunique():,} different questions; answers"
+                " to one question count as a cluster"
+            )
         for name, table in tables.items():
             model = answers[name]
             points: Any = table.points.to_numpy()
@@ -181,8 +189,10 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
 def _name_task(models: dict[str, Model], names: list[str]) -> None:
     """Name the task of files of one task, some or all of which do not name it; in place."""
     for model in models.values():
-        ((task, scores),) = model.items()
-        model[names[0] if names else scores.metric] = model.pop(task)
+        ((task, _),) = model.items()
+        # The first model's metric: another one is no other task, and is refused as what it is.
+        ((_, first),) = next(iter(models.values())).items()
+        model[names[0] if names else first.metric] = model.pop(task)
 
 
 def _left_out(task: str, sizes: dict[str, int], num_shared: int) -> list[str]:

@@ -141,7 +141,10 @@ def _read_file(file: Path, default: str, columns: Columns) -> dict[str, Scores]:
         metric, filter_name = metrics[task]
         if answer.filter != filter_name:
             continue
-        points, key = _points(answer.scores.get(metric), metric, place), printable(answer.id)
+        # A column of numbers with a gap is one of floats in Parquet and pandas: 1.0 is 1.
+        number = answer.id
+        number = int(number) if isinstance(number, float) and number.is_integer() else number
+        points, key = _points(answer.scores.get(metric), metric, place), printable(number)
         others = rows.setdefault(task, {})
         # A question that counts twice would make every difference look more certain.
         if key in others:
