@@ -100,7 +100,7 @@ def split_as_stdlib(library: Path) -> dict[str, list[Example]]:
     lines: dict[str, list[Example]] = {"train": [], "held_out": [], "retention": []}
     for module, example in short_examples(library):
         lines["held_out" if is_validation(module) else "train"].append(example)
-    for entry in entries(library, "validation"):
+    for entry in entries(library)["validation"]:
         if (
             entry.name == entry.file.relative_to(library).as_posix()
         ):  # a module, not a topic of `help`
