@@ -25,7 +25,7 @@ def test_functions_of_one_module_are_in_one_split_and_retention_is_code_of_held_
     assert first["prompt"].startswith("def function_")
     assert first["prompt"].endswith("\n\n#")
     assert first["completion"].endswith("th power of a number in a sentence of its own.")
-    assert all(f"function_{held_out[0] + 1}00" not in str(each) for each in lines["train"])
+    assert all(f"function_{held_out[0] + 1}00(" not in str(each) for each in lines["train"])
     assert lines["retention"]
     assert all('"""Return' in each["text"] for each in lines["retention"])
     chats = script["split_by_module"](script["examples"](tmp_path))
