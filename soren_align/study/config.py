@@ -152,7 +152,7 @@ class VerdictSection(Section):
     """At least three values of trainer.seed, none of which the search used."""
     reference: str = ALL_PAIRS
     """The candidate that all others are compared with, besides the starting checkpoint. `all`:
-    every pair is compared, so that the report can say which one to take; Holm's correction is for
+    every pair is compared, so that the report can name the one to take; Holm's correction is for
     more comparisons then."""
     retention: Retention | None = None
     """Benchmarks on which a candidate must not lose more than a margin."""

@@ -223,8 +223,8 @@ def finer_gain(study: StudyFile, runs: list[Run], selected: int) -> float:
 
     The parabola through the selected value and its two neighbours (on a logarithmic axis where all
     are positive) has its best there or beside it. With optima between five values that lie a factor
-    of 2.2 apart, 10% to 75% of studies called equal optimizers different; with this gain as a part
-    of the interval, 1% to 3% (research/studies/statistics.md). 0: several keys are searched, or
+    of 2.2 apart, 9% to 74% of studies called equal optimizers different; with this gain as a part
+    of the interval, 3% to 4% (research/studies/statistics.md). 0: several keys are searched, or
     the selected value is an end, which `edges` reports.
     """
     free = [*study.free(runs[0].candidate)]

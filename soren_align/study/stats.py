@@ -4,7 +4,7 @@ Better, worse, equivalent within a margin that was declared, or not distinguisha
 difference that this study could have found. All statements of a study are one family: at most 5% of
 studies state anything wrong, if the seeds of the optimizers spread in shapes that are alike. A mean
 of five runs cannot hold an optimizer's rare collapse that none of them shows, and no test of means
-repairs this (research/studies/statistics.md has Welch's and others): the report says beside every
+repairs this (research/studies/statistics.md has Welch's and others): the report states beside every
 answer how often such a run may happen.
 """
 

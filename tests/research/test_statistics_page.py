@@ -29,7 +29,7 @@ def test_the_detectable_effects_of_the_statistics_page_are_those_of_its_assumpti
     page = (ROOT / "research/studies/statistics.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| against .* seeds", line)]
     num_declared = num_declared_tests(VerdictSection(seeds=[1, 2, 3]), 4, [f"measure {i}" for i in range(8)])
-    assert (len(rows), num_declared) == (4, 56)
+    assert (len(rows), num_declared) == (4, 80)
     for name, arc, hellaswag, mmlu, *others, loss in rows:
         design = Design(seeds=int(name.split(", ")[1][0]), num_tests=num_declared)
         to_base = "the start" in name
@@ -39,5 +39,5 @@ def test_the_detectable_effects_of_the_statistics_page_are_those_of_its_assumpti
         ]
         assert [*map(float, (arc, hellaswag, *others))] == pytest.approx(effects, abs=0.06), name
         equal = detectable_score(design, Assumed(), 14042, [246] * 57, to_base=to_base)
-        assert equal < float(mmlu) < 1.3 * equal
+        assert equal - 0.05 < float(mmlu) < 1.3 * equal
         assert float(loss) == pytest.approx(detectable_loss(design, Assumed(), 1000, to_base=to_base), abs=0.0006)
