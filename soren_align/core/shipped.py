@@ -27,6 +27,7 @@ NAVIGATION = {
         *("docs/data.md", "docs/evaluation.md", "docs/stats.md", "docs/comparison.md"),
         *("docs/distributed.md", "docs/runs.md"),
         *(
+            "recipes/boolq/README.md",
             "recipes/qwen2.5-3b/README.md",
             "recipes/mistral-7b/README.md",
             "recipes/llama-c4/README.md",

@@ -36,7 +36,7 @@ def write(tmp_path):
 
 
 CHAT = "shipped:recipes/quickstart/data/chat_train.jsonl"
-USERS_FILES = ("smollm2", "quickstart/docstrings")
+USERS_FILES = ("smollm2", "boolq", "quickstart/docstrings")
 """Recipes whose model and data are files that the user, a script or another recipe makes."""
 USERS_OWN = ["model.name_or_path=org/model", f"data={{train: {{path: '{CHAT}'}}, eval: {{path: '{CHAT}'}}}}"]
 
@@ -49,6 +49,7 @@ def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
         overrides = ["model.name_or_path=org/model", "model.init_seed=null", "optimizer.aux_lr=1e-4"]
     if name.startswith(USERS_FILES):
         overrides = USERS_OWN
+        (tmp_path / "data/boolq").mkdir(parents=True)  # boolq/lora's eval.data_root
     loaded = recipe.load(name, overrides)
     pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "paper-figures", "quickstart/stdlib"))
     is_dpo = name.startswith(("quickstart/dpo", "mistral"))
@@ -288,6 +289,7 @@ def test_a_misspelt_key_of_the_base_is_not_left_out_silently(write):
 @pytest.mark.parametrize("optimizer", recipe.OPTIMIZER_SECTIONS)
 def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/boolq").mkdir(parents=True)  # boolq/lora's eval.data_root
     overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"] * name.startswith("quickstart/dpo")
     overrides += USERS_OWN * name.startswith(USERS_FILES)
     loaded = recipe.load(name, [*overrides, f"optimizer.name={optimizer}"])

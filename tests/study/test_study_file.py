@@ -14,6 +14,7 @@ from tests.support.study_runs import TINY, study_of
 MISSING = {
     "studies/quickstart-optimizers-dpo": ("first run the recipe", 1),
     "studies/smollm2-lora": ("no file data/train.jsonl", 1),
+    "studies/boolq": ("no file data/boolq/train.jsonl", 3),  # two files, and the questions
     "studies/pretrained-by": ("no file data/short-docstrings/train.jsonl", 4),  # three files of data, and a model
 }
 """Studies that need files of the user's, or of another run: what is found first, and how many."""

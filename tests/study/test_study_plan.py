@@ -23,6 +23,7 @@ ALL_DATA = [f"set.data.{key}.path={DATA}" for key in ("train", "eval", "retentio
 MISSING = {  # files that the user names, or another run makes
     "studies/quickstart-optimizers-dpo": ["set.model.name_or_path=org/model"],
     "studies/smollm2-lora": ["set.model.name_or_path=org/model", f"set.data.train.path={DATA}"],
+    "studies/boolq": ["set.model.name_or_path=org/model", *ALL_DATA[:2], "set.eval.data_root=null"],
     "studies/pretrained-by": ["set.model.name_or_path=org/model", *ALL_DATA],
 }
 

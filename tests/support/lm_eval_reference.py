@@ -12,10 +12,12 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
-FOLDERS = ("arc", "hellaswag", "mmlu/default", "truthfulqa", "winogrande", "gsm8k", "piqa", "openbookqa")
+FOLDERS = ("arc", "hellaswag", "mmlu/default", "truthfulqa", "winogrande", "gsm8k", "piqa", "openbookqa",
+           "super_glue/boolq")  # fmt: skip
 DATASETS = {"arc_challenge": "allenai/ai2_arc", "arc_easy": "allenai/ai2_arc", "hellaswag": "Rowan/hellaswag",
             "mmlu": "cais/mmlu", "truthfulqa_mc2": "truthfulqa/truthful_qa", "winogrande": "allenai/winogrande",
-            "gsm8k": "openai/gsm8k", "piqa": "baber/piqa", "openbookqa": "allenai/openbookqa"}  # fmt: skip
+            "gsm8k": "openai/gsm8k", "piqa": "baber/piqa", "openbookqa": "allenai/openbookqa",
+            "boolq": "aps/super_glue"}  # fmt: skip
 # Shots by task: the two suites.
 LEADERBOARD = {"arc_challenge": 25, "hellaswag": 10, "mmlu": 5, "truthfulqa_mc2": 0, "winogrande": 5, "gsm8k": 5}
 ZERO_SHOT = dict.fromkeys(("arc_challenge", "arc_easy", "piqa", "hellaswag", "openbookqa", "winogrande"), 0)
