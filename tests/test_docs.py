@@ -163,7 +163,7 @@ def test_soren_alone_learns_in_the_lines_of_the_readme():
 def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jsonl").write_text("{}\n")
-    (tmp_path / "my.yaml").write_text(blocks("README.md", "yaml")[0])
+    (tmp_path / "my.yaml").write_text(blocks("docs/index.md", "yaml")[0])
     assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
 
 
@@ -202,12 +202,14 @@ def test_the_site_is_built_and_needs_nothing_from_elsewhere(monkeypatch, tmp_pat
         site.main()
 
 
-def test_the_readme_is_short_and_its_first_screen_has_a_picture_a_command_scores_and_the_status():
+def test_the_readme_is_short_and_its_first_screen_has_a_picture_commands_for_own_data_and_the_status():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    first_screen = "\n".join(lines[:36])
-    for part in ("docs/idea.svg", "\nsoren-align sft quickstart/sft", "docs/sft.svg", "| after DPO |", "> [!NOTE]"):
+    assert len(lines) <= 120
+    first_screen = "\n".join(lines[:46])
+    for part in ("\nsoren-align sft quickstart/sft", "docs/sft.svg", "soren-align new mine --data", "> [!NOTE]"):
         assert part in first_screen
+    assert "Which optimizer?" in first_screen
+    assert "Tested on" in first_screen
     assert re.findall(r"\nsoren-align sft (\S+)", first_screen)[0] in shipped.recipes()
     assert any("soren_align/optim/step.py" in line for line in lines)
 
@@ -228,5 +230,8 @@ def test_a_page_of_the_site_links_to_pages_of_the_site():
     assert pictures == ["docs/house.svg"]
     assert site.site_page("recipes/quickstart/README.md", "[a](../../docs/data.md)")[0] == "[a](../../data.md)"
     home, pictures = site.site_page(site.HOME, (ROOT / site.HOME).read_text(encoding="utf-8"))
-    assert pictures == ["docs/idea.svg", "docs/idea-dark.svg"]
-    assert 'src="idea-dark.svg#only-dark"' in home
+    assert pictures == ["docs/sft.svg"]
+    home, pictures = site.site_page("README.md", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert pictures[0] == "docs/sft.svg"
+    assert {*pictures} >= {"docs/idea.svg", "docs/idea-dark.svg"}
+    assert "idea-dark.svg#only-dark" in home
