@@ -50,4 +50,4 @@ from .parallel import (
     parallel,
     trainer_value,
 )
-from .schema import Eval, Model, Recipe, Samples, trains_adapter
+from .schema import Benchmark, Eval, Model, Recipe, Samples, trains_adapter

@@ -475,6 +475,15 @@ def _check_training(raw: _Raw) -> None:
             " run.samples"
         )
         raw.report(("run", "samples"), message)
+    if run.get("benchmark") is not None:
+        if raw.get("eval") is None:
+            raw.report(("run", "benchmark"), "has no suite; add eval.suite, or remove this key")
+        if config and (config.kind == "fsdp2" or config.stage == 3):
+            message = (
+                f"run.parallel {where} shards the weights, so a checkpoint is no model that can be"
+                " evaluated; remove run.benchmark"
+            )
+            raw.report(("run", "benchmark"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
         raw.report(

@@ -66,6 +66,23 @@ class Samples(Section):
         return super().meant_by([value] if is_prompt else value)
 
 
+class Benchmark(Section):
+    """Score checkpoints with the suite of `eval` during the training. Another process evaluates
+    them, one at a time, and the training does not wait for it. The scores are written into
+    metrics.jsonl. Not available under ZeRO 3 and FSDP2, whose checkpoints have no whole weights."""
+
+    main_keys: ClassVar[dict[type, str]] = {int: "every"}
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Score every n-th checkpoint (`trainer.save_steps`)."""
+    command: list[Annotated[str, Field(min_length=1)]] = []
+    """Words before the command of the evaluation, which give it another device:
+    `[env, CUDA_VISIBLE_DEVICES=7]`, or `[srun, --overlap, --gpus=1]`. Without such words it shares
+    the devices of the training, and slows it down."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Evaluate only the first `limit` questions of each task. null: as in `eval`."""
+
+
 class EarlyStopping(Section):
     """End training when evaluations no longer improve (transformers' EarlyStoppingCallback).
     `trainer.metric_for_best_model` selects the metric (default: the loss).
@@ -309,6 +326,8 @@ class Run(Section):
     """At every evaluation, measure the KL divergence of the model from the starting checkpoint, and
     write it into metrics.jsonl as `kl_to_start`. The value of the key, such as 256, is the number
     of answer tokens of held-out examples on which it is measured. 0: do not measure it."""
+    benchmark: Benchmark | None = None
+    """Score checkpoints during the training, by another process."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
     perturb: Perturb | None = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOSS, HELD_OUT = "loss", "eval_loss"
 MARGIN, HELD_OUT_MARGIN = "rewards/margins", "eval_rewards/margins"
 KEYS = (LOSS, HELD_OUT, MARGIN, HELD_OUT_MARGIN)
+SCORED = b'"benchmark_step"'
 MAX_POINTS = 600
 """Points of a curve: a figure is 800 pixels wide, a terminal 160 dots."""
 MAX_MARKERS = 60
@@ -74,9 +75,11 @@ class Curves:
     """The curves of one run, by key of metrics.jsonl; those without a value are left out.
 
     last_step: of any line. best: step and value of the lowest held-out loss; last: of the last one.
+    benchmarks: scores of checkpoints by column, of `run.benchmark`.
     """
 
     by_key: dict[str, Curve] = field(default_factory=dict)
+    benchmarks: dict[str, list[Point]] = field(default_factory=dict)
     last_step: float = 0.0
     best: Point | None = None
     last: Point | None = None
@@ -108,14 +111,20 @@ def read_curves(file: Path) -> Curves:
         for number, line in enumerate(iter(partial(lines.readline, MAX_LINE), b"")):
             # Evaluations are few, and the lowest held-out loss is to be exact: their lines are
             # always read.
-            if number % every and b'"eval_' not in line:
+            if number % every and b'"eval_' not in line and SCORED not in line:
                 continue
             if (record := parse_metrics(line)) is None:
                 continue
             try:
                 step = float(record["step"])
                 values = {key: float(record[key]) for key in KEYS if record.get(key) is not None}
-            except (ValueError, TypeError, OverflowError):
+                for key, score in record.items():
+                    if key.startswith("benchmark/"):
+                        point = float(record["benchmark_step"]), float(score)
+                        curves.benchmarks.setdefault(key.removeprefix("benchmark/"), []).append(
+                            point
+                        )
+            except (ValueError, TypeError, OverflowError, KeyError):
                 continue
             curves.last_step = max(curves.last_step, step)
             for key, value in values.items():
@@ -202,14 +211,15 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     panels = [
         panel for panel in panels if any(curves[key] for _, curves in runs for key in panel[1:])
     ]
+    scored = any(curves.benchmarks for _, curves in runs)
+    num_panels = len(panels) + scored
     figure = Figure(
-        figsize=(6.0, 0.2 + 2.3 * len(panels)),
-        dpi=200,
-        layout="constrained",
-        facecolor=colors.paper,
+        figsize=(6.0, 0.2 + 2.3 * num_panels), dpi=200, layout="constrained", facecolor=colors.paper
     )
-    all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, *keys) in zip(all_axes, panels, strict=True):
+    all_axes = figure.subplots(num_panels, squeeze=False)[:, 0]
+    if scored:
+        _draw_benchmarks(all_axes[-1], runs, colors)
+    for axes, (title, *keys) in zip(all_axes, panels, strict=False):
         values = []
         for number, (name, curves) in enumerate(runs):
             training, held_out = (curves[key] for key in keys)
@@ -248,6 +258,23 @@ def _figure(runs: Sequence[tuple[str, Curves]], colors: Colors) -> "Figure":
     if not is_alone:
         _legend(figure, colors)
     return figure
+
+
+def _draw_benchmarks(axes: Any, runs: Sequence[tuple[str, Curves]], colors: Colors) -> None:
+    """Draw the scores of checkpoints: of one run a colour for each benchmark, of several a colour
+    for each run.
+    """
+    is_alone = len(runs) == 1
+    for number, (name, curves) in enumerate(runs):
+        for i, (column, points) in enumerate(curves.benchmarks.items()):
+            style = line_style(i if is_alone else number, colors)
+            label = printable(column if is_alone else f"{name}, {column}")
+            x, y = zip(*sorted(points), strict=True)
+            axes.plot(x, y, "-", marker="o", markersize=4, color=style["color"], label=label)
+    style_axes(axes, "benchmarks of checkpoints, percent", "step", colors)
+    axes.xaxis.set_major_formatter(compact)
+    if is_alone:
+        axes.legend(frameon=False, fontsize=FONT - 1, labelcolor=colors.ink)
 
 
 def _legend(figure: "Figure", colors: Colors) -> None:

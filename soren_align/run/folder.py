@@ -5,6 +5,7 @@
     metrics.jsonl  one line per log
     spectra.jsonl  singular values of momenta, if run.log_spectra names steps
     samples.jsonl  answers to prompts during training, if run.samples names some
+    benchmarks/    scores of checkpoints during training, if run.benchmark asks for them
     held_out.json  metrics of each held-out example at both ends, of the final runs of a study
     curves.png     losses and margins along the steps; curves-dark.png: for a dark page
     start_logits.safetensors   until training ends, if run.kl_to_start is measured
@@ -45,6 +46,7 @@ CONTENTS = (
     "start",
     "start_logits.safetensors",
     "held_out.json",
+    "benchmarks",
     "curves.png",
     "curves-dark.png",
     "checkpoints",

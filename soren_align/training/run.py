@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,17 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from ..core import signals
 from ..core.errors import DivergedError, UserError
-from ..core.files import read_json, remove, rename_durably
+from ..core.files import append, read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
-from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
+from ..run.folder import (
+    COMPLETE_MARKER,
+    RunFolder,
+    checkpoints_in,
+    metrics_line,
+    read_metrics,
+    step_of,
+)
 from ..run.provenance import provenance
 from ..run.record import divergence
 from ..run.weights import trl_config_names
@@ -36,6 +43,7 @@ from .measure.held_out import HeldOutRecorder
 from .measure.progress import LogsOfShortRuns, TrainingProgress
 from .measure.retention import Retention, read_probes
 from .measure.samples import SampleWriter
+from .measure.sidecar import Sidecar
 from .reference import precision, refuse_other_inputs, run_identity
 from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
@@ -52,6 +60,7 @@ class Observers:
     samples: SampleWriter | None = None
     retention: Retention | None = None
     held_out: HeldOutRecorder | None = None
+    sidecar: Sidecar | None = None
 
 
 def train(
@@ -97,10 +106,14 @@ def train(
         _report_resume(folder, console, checkpoint)
 
     # Train.
-    with closing(observers.progress), closing(observers.stop):
-        seconds = round(_run_loop(trainer, checkpoint), 1)
-    stopped, state = observers.stop.stopped, trainer.state
-    finished = not stopped or state.global_step >= state.max_steps
+    sidecar = observers.sidecar
+    with closing(sidecar) if sidecar else nullcontext():
+        with closing(observers.progress), closing(observers.stop):
+            seconds = round(_run_loop(trainer, checkpoint), 1)
+        stopped, state = observers.stop.stopped, trainer.state
+        finished = not stopped or state.global_step >= state.max_steps
+        for scores in sidecar.finish() if sidecar and not stopped else ():
+            append(folder.metrics, metrics_line({"step": state.global_step} | scores))
     refuse_lost_lock(folder, ranks)
 
     # Measure and save. A run that a signal stopped before its last step has a checkpoint alone.
@@ -146,12 +159,16 @@ def _observe(
         samples=run.samples
         and SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks),
         retention=probes and Retention(trainer, probes, folder, ranks),
+        sidecar=run.benchmark
+        and recipe.eval
+        and (Sidecar(run.benchmark, recipe.eval, folder, console) if ranks.is_first else None),
     )
     if recipe.data.eval_part == "verdict" and trainer.eval_dataset:
         metrics = tuple(TASKS[recipe.task].higher_is_better)
         recorder = HeldOutRecorder(trainer, metrics, folder, ranks)
         observers = replace(observers, held_out=recorder)
     trainer.evaluated_with = [observers.retention] if observers.retention else []
+    trainer.logged_with = [observers.sidecar] if observers.sidecar else []
     # The order counts: early stopping decides before a short run asks for its last log.
     callbacks = (
         observers.stop,
@@ -161,6 +178,7 @@ def _observe(
         observers.samples,
         observers.retention,
         observers.held_out,
+        observers.sidecar,
     )
     trainer.remove_callback(PrinterCallback)
     for callback in callbacks:

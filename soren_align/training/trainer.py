@@ -104,6 +104,7 @@ class SorenTrainerMixin(Trainer):
         self.ranks = current_ranks()
         # Callbacks whose `values()` belong to the log of an evaluation.
         self.evaluated_with: list[Any] = []
+        self.logged_with: list[Any] = []  # the same of a log of the training
         self.batch_hash, self.sealer = BatchHash(self.ranks), CheckpointSealer(self)
         self.add_callback(self.batch_hash)
         self.add_callback(self.sealer)
@@ -303,6 +304,8 @@ class SorenTrainerMixin(Trainer):
                 torch.tensor(counts, device=self.args.device), "sum"
             )
             logs.update(self.measurements.values(*on_all.tolist()))
+            for measurement in self.logged_with:
+                logs.update(measurement.values())
             if num_skipped_steps := self.optimizer_check.counts.get("num_skipped_steps"):
                 logs["num_skipped_steps"] = num_skipped_steps
             if self.attached.parallel == "ddp":
