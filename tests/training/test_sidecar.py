@@ -37,16 +37,7 @@ def test_the_scores_of_a_checkpoint_are_those_of_eval_and_change_no_weight(tiny_
     assert {entry.name for entry in place.iterdir()} == {"eval", "log.txt"}  # the links are gone
     checkpoint = next(c for c in silent.folder.complete_checkpoints() if c.name == "checkpoint-4")
     command.run(
-        "eval",
-        checkpoint,
-        "--suite",
-        "quickstart",
-        "--limit",
-        "5",
-        "--output",
-        tmp_path / "own",
-        "--batch-size",
-        "120",
+        "eval", checkpoint, "--suite", "quickstart", "--limit", "5", "--output", tmp_path / "own", "--batch-size", "120"
     )
     row = read_results(tmp_path / "own")["rows"][-1]["scores"]
     assert {key.partition("/")[2]: value for key, value in line.items() if "/" in key} == {
@@ -61,7 +52,7 @@ def test_a_dead_sidecar_is_named_and_loses_nothing(tiny_run):
     place = run.folder.path / "benchmarks/checkpoint-4"
     said = " ".join(run.said.getvalue().split())
     assert "no scores of step 4: the evaluation ended with exit code 3" in said
-    assert "the training goes on" in said
+    assert "the training continues" in said
     assert (place / "model/model.safetensors").is_file()
     assert run.folder.read()["status"] == "trained"
     assert not lines_with_scores(run)
@@ -70,7 +61,12 @@ def test_a_dead_sidecar_is_named_and_loses_nothing(tiny_run):
 def sidecar(folder, program, **section):
     """One whose evaluations are a program of Python, which gets the place as its last word but some."""
     benchmark = Benchmark(command=[sys.executable, "-c", program], **section)
-    made = Sidecar(benchmark, Eval(suite="eval/quickstart", omit=["zoo_gen"]), SimpleNamespace(path=folder), CONSOLE)
+    made = Sidecar(
+        benchmark,
+        Eval(suite="eval/quickstart", omit=["zoo_gen"]),
+        SimpleNamespace(path=folder, checkpoints=folder / "checkpoints"),
+        CONSOLE,
+    )
     return made
 
 

@@ -21,9 +21,8 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ...core.files import remove
+from ...core.files import read_json, remove
 from ...core.text import count, print_labelled
-from ...evaluate.report.results import read_results
 from ...recipe import Benchmark, Eval
 from ...run.folder import RunFolder, step_of
 
@@ -31,7 +30,7 @@ KEPT = {".safetensors", ".json", ".jinja", ".model", ".txt"}
 """Suffixes of a model's and a tokenizer's files; of a checkpoint, the states have others."""
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 RANK_VARIABLES += ("ACCELERATE_", "FSDP_")
-"""Beginnings of the names by which a launcher tells a process that it is one of several ranks."""
+"""Beginnings of the names by which a launcher makes a process one of several ranks."""
 
 
 class Sidecar(TrainerCallback):
@@ -59,7 +58,10 @@ class Sidecar(TrainerCallback):
         self._num_saved += 1
         if self._num_saved % self.section.every == 0:
             name = f"checkpoint-{state.global_step}"
-            checkpoint, place = Path(args.output_dir) / name, self.folder.path / "benchmarks" / name
+            checkpoint, place = (
+                self.folder.checkpoints / name,
+                self.folder.path / "benchmarks" / name,
+            )
             remove(place)
             (place / "model").mkdir(parents=True)
             for file in checkpoint.iterdir():
@@ -138,13 +140,13 @@ class Sidecar(TrainerCallback):
             self.running = None
 
     def _take(self, place: Path, exit_code: int) -> None:
-        results = read_results(place / "eval") if exit_code == 0 else None
-        if results is None:
+        file = place / "eval" / "results.json"
+        if exit_code or not file.is_file():
             text = f"no scores of step {step_of(place)}: the evaluation ended with exit code"
             text += f" {exit_code}; {place / 'log.txt'} has its reason, and the weights stay beside"
-            print_labelled(self.console, "notice", f"{text}; the training goes on")
+            print_labelled(self.console, "notice", f"{text}; the training continues")
             return
-        row = results["rows"][-1]["scores"]
+        row = read_json(file)["rows"][-1]["scores"]
         scores = {f"benchmark/{column}": float(score["value"]) for column, score in row.items()}
         self._scores.append({"benchmark_step": step_of(place)} | scores)
         remove(place / "model")
