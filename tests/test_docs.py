@@ -1,6 +1,7 @@
 """The pages agree with the code: generated parts are current, and what a page names exists."""
 
 import ast
+import json
 import pickle
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from soren_align import optim, recipe
 from soren_align.core import shipped
+from soren_align.core.files import digest
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import build as build_module
 from soren_align.optim import optimizer as optimizer_module
@@ -150,6 +152,29 @@ def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch)
         (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
         assert recipe.load("my.yaml", task="sft").task == "sft"
     assert sections
+
+
+def test_the_study_of_the_readme_is_the_shipped_one():
+    """Its table and figures from verdict.json; the declaration's hash from its content."""
+    folder = ROOT / "research/studies/quickstart-compare"
+    verdict = json.loads((folder / "verdict.json").read_text())
+    declared = json.loads((folder / "declaration.json").read_text())
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    answers = {(d["candidate"], d["reference"], d["measure"]): d for d in verdict["differences"]}
+    for name in ("adamw", "muon", "htmuon", "soren"):
+        cells = []
+        for measure in verdict["measures"]:
+            own, decimals = measure["candidates"][name], 3 if measure["name"] == "held-out" else 1
+            answer = answers.get((name, "adamw", measure["name"]), {}).get("answer")
+            sign = {"better": " ▲", "worse": " ▼"}.get(answer, "")
+            cells.append(f"{own['mean']:.{decimals}f} ± {own['standard_deviation']:.{decimals}f}{sign}")
+        (line,) = re.findall(rf"^    {name} +(.*)$", page, re.MULTILINE)
+        assert re.split(r"  +", line.strip()) == cells
+    assert f"declared as {verdict['digits']}" in page
+    assert declared["sha256"] == verdict["declaration"] == digest({k: v for k, v in declared.items() if k != "sha256"})
+    d = answers["soren", "muon", "held-out"]
+    assert d["answer"] == "not distinguishable"
+    assert f"{d['detectable']:.2f}" in page
 
 
 def test_soren_alone_learns_in_the_lines_of_the_readme():
