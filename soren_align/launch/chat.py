@@ -20,14 +20,14 @@ from transformers import TextStreamer
 from ..core.errors import UserError, as_user_error, printable
 from ..core.text import Terminal, print_labelled
 from ..data.rendering import template_errors
-from ..evaluate.run.backends import (
-    BackendSettings,
+from ..evaluate.run.lineage import lineage
+from ..evaluate.run.models import (
     base_folder,
-    load_lm,
+    context_length,
+    load_for_inference,
     load_tokenizer,
     model_folder,
 )
-from ..evaluate.run.lineage import lineage
 from ..run.quantized import quantization_of
 from ..run.weights import load_config
 
@@ -69,8 +69,8 @@ class Conversation:
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
-        lm = load_lm(folder, self.tokenizer, BackendSettings("hf", dtype, device, 1))
-        self.model, self.context = lm.model, lm.max_length
+        self.model = load_for_inference(folder, dtype, device)
+        self.context = context_length(self.model.config, self.tokenizer)
         quantized = quantization_of(self.model)
         self.precision = f"{quantized['quantize']} ({quantized['type']})" if quantized else dtype
         self.system = [{"role": "system", "content": system}] if system else []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UserError, known_failure
+from ..core.extras import require
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
 from ..core.signals import deferred
@@ -34,11 +35,12 @@ from ..recipe import (
     accumulation,
     adapter_config,
     load_resolved,
+    parallel,
     recorded_quantization,
     trainer_value,
 )
 from ..recipe.loader import to_yaml
-from ..recipe.model import refuse_unloadable, refuse_unquantizable, refuse_unreachable
+from ..recipe.model import missing_extras, refuse_unloadable, refuse_unreachable
 from ..recipe.parallel import AUTO
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
@@ -80,7 +82,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     # Everything that can be refused without torch, before anything is written.
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
-    refuse_unquantizable(recipe.model.quantize)
+    if problems := missing_extras(recipe):
+        raise UserError(*problems)
     if recipe.eval:
         check_suite(recipe.eval)
     folder = RunFolder(recipe.run.output_dir)
@@ -473,6 +476,8 @@ def reshard(run: str) -> None:
                 f" would change the number of examples per step; {same}"
             )
         refuse_ranks("reshard")
+        if parallel(recipe.run.parallel).kind == "zero":
+            require("deepspeed", "run.parallel")
         set_environment(recipe)
         console = stderr_console()
         with console.status("Converting the last checkpoint"), _recording_errors(folder):

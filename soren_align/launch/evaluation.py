@@ -10,6 +10,7 @@ from typing import Any
 from ..core import shipped
 from ..core.document import Document
 from ..core.errors import UserError
+from ..core.extras import require
 from ..core.files import default_cache_folder, local_path, refuse_unwritable, resolve_path
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
@@ -38,6 +39,7 @@ def evaluate(
     run's own. summary: a JSON file for the scores alone. cache: the folder of cached responses.
     Raises UserError before torch is imported.
     """
+    require("lm_eval", "soren-align eval")
     for model in models:
         refuse_missing(model)
     first = RunFolder(models[0])

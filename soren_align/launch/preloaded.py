@@ -10,12 +10,15 @@ from contextlib import suppress
 
 from ..training import run, setup  # noqa: F401  # isort: skip
 from . import commands, evaluation, show  # noqa: F401  # isort: skip
-from ..evaluate.run import lineage, stage  # noqa: F401
+from ..core.extras import is_installed
 from ..publish import card  # noqa: F401
 from ..recipe import trl
 from ..run import curves  # noqa: F401
 from ..sharding import ranks  # noqa: F401
 from ..tasks import TASKS
+
+if is_installed("lm_eval"):
+    from ..evaluate.run import lineage, stage  # noqa: F401
 
 # accelerate imports DeepSpeed where a run saves its model, which takes a second. A broken one fails
 # there, in the run.

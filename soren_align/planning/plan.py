@@ -18,6 +18,7 @@ import torch
 from transformers import get_scheduler
 
 from ..core.errors import UserError, as_user_error
+from ..core.extras import is_installed
 from ..core.optimizer_settings import MATCH_RMS
 from ..data import DatasetStats
 from ..evaluate.suite.suites import suite_of
@@ -33,6 +34,7 @@ from ..recipe import (
     parallel,
     trains_adapter,
 )
+from ..recipe.model import missing_extras
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..training import build
@@ -332,8 +334,8 @@ def _evaluation(
         ),
         "num_questions": None,
     }
-    # Without the hub there are no questions either.
-    if inputs.ready is None:
+    # Without the hub there are no questions either; what lm-eval would check is left out (_notices).
+    if inputs.ready is None or not is_installed("lm_eval"):
         return section, [], []
     from ..evaluate.run import stage  # imports lm-eval, which takes seconds
     from ..evaluate.suite.tasks import num_questions
@@ -434,10 +436,12 @@ def _notices(
             " tokens; lower trainer.per_device_train_batch_size, or write"
             " model.attn_implementation: flash_attention_2"
         )
+    lacking = missing_extras(recipe)
     try:
         check_attention(recipe, inputs.config)
     except UserError as error:
-        notices.append(f"training would not start on this machine: {error}")
+        lacking.append(str(error))
+    notices += [f"training would not start on this machine: {problem}" for problem in lacking]
     if recipe.run.early_stopping:
         notices.append(
             "run.early_stopping may end training earlier, so the number of steps is an upper bound"

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..core.errors import UserError, in_one_line
+from ..core.extras import install_command, missing
 from ..core.files import local_path, read_json, rename_durably, write
 from ..core.silence import quiet_libraries
 from ..core.text import print_labelled
 from ..data.rendering import template_errors
-from ..evaluate.run.backends import base_folder
 from ..evaluate.run.lineage import lineage, run_of
+from ..evaluate.run.models import base_folder
 from ..run.folder import RunFolder
 from ..run.weights import load_config, load_tokenizer
 from ..training.checkpoints import write_errors
@@ -37,8 +37,8 @@ CONVERTER, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
 """Types that the converter writes; all others are made from F16 by the quantizer."""
 REMEDY = (
-    "clone llama.cpp (https://github.com/ggml-org/llama.cpp), run `pip install gguf sentencepiece"
-    " protobuf`, and set LLAMA_CPP to its folder"
+    "clone llama.cpp (https://github.com/ggml-org/llama.cpp), run"
+    f" {install_command('gguf')}, and set LLAMA_CPP to its folder"
 )
 
 
@@ -151,8 +151,8 @@ def _weight(name: str, places: dict[str, Path]) -> torch.Tensor:
 def _survival_text(file: Path, model: Path, start: Path | None) -> str:
     if start is None:
         return "not measured: the weights that training started from are not known, or not here"
-    if find_spec("gguf") is None:
-        return "not measured: reading the file back needs `pip install gguf`"
+    if problem := missing("gguf"):
+        return f"not measured: {problem}"
     try:
         result = survival(file, model, start)
     except UserError as error:  # the file is whole all the same

@@ -3,13 +3,12 @@
 The checks read the raw data, so that their mistakes are reported together with wrong types.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, get_args
 
-from ..core import shipped
+from ..core import extras, shipped
 from ..core.document import Problem, value_at
 from ..core.errors import MissingError, UserError, did_you_mean
 from ..core.files import local_path, resolve_path
@@ -447,12 +446,8 @@ def _check_training(raw: _Raw) -> None:
     if raw.get("task") == "dpo" and strategy == "batch_rebalance":
         message = "needs one length for each example, but a pair has two answers; remove this key"
         raw.report(("trainer", "train_sampling_strategy"), message)
-    # find_spec and no import: the answer comes within a second, and without torch.
-    if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
-        message = (
-            "liger-kernel is not installed; run `pip install 'soren-align[liger]'`, or remove"
-            " this key"
-        )
+    message = extras.missing("liger_kernel", "remove this key")
+    if trainer.get("use_liger_kernel") is True and message:
         raw.report(("trainer", "use_liger_kernel"), message)
     _check_evaluations(raw)
     _check_parallel(raw)
@@ -555,11 +550,6 @@ def _check_parallel(raw: _Raw) -> None:
         raw.report(
             ("run", "parallel"), f"{reason}; write ddp or a ZeRO stage, or remove trainer.use_cpu"
         )
-    if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
-        message = (
-            "needs DeepSpeed, which is not installed; run `pip install 'deepspeed>=0.19.8,<0.20'`"
-        )
-        raw.report(("run", "parallel"), message)
 
 
 def evaluation_problems(settings: dict[str, Any]) -> list[Problem]:
@@ -578,8 +568,7 @@ def evaluation_problems(settings: dict[str, Any]) -> list[Problem]:
                     f"{path.absolute()}{hint}"
                 )
                 problems.append(Problem((key,), message, MissingError.kind))
-    if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
-        message = "vLLM is not installed; run `pip install 'soren-align[vllm]'`, or write hf"
+    if settings.get("backend") == "vllm" and (message := extras.missing("vllm", "write hf")):
         problems.append(Problem(("backend",), message))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():
         message = f"there is no folder {root!r}; correct the path"

@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, get_args
 
+from ..core import extras
 from ..core.errors import MissingError, UserError, did_you_mean, in_one_line
 from ..core.files import resolve_path
 from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
@@ -373,13 +374,9 @@ def spreadsheet(name: str, file: Path, least: int) -> tuple[list[dict[str, Any]]
     others have rows, too; the first row names the columns.
     Raises UserError if no sheet or several are meant, or if the file cannot be read.
     """
-    try:
-        import openpyxl
-    except ImportError:
-        raise UserError(
-            f"{name}: to read spreadsheets, run `pip install 'soren-align[spreadsheets]'`, or save"
-            " the sheet as CSV in UTF-8"
-        ) from None
+    extras.require("openpyxl", name, "save the sheet as CSV in UTF-8")
+    import openpyxl
+
     try:
         with file.open("rb") as stream:
             book = openpyxl.load_workbook(stream, read_only=True, data_only=True)

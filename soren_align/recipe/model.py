@@ -5,17 +5,18 @@ An adapter belongs to the quantized weights that it was trained on. So its folde
 whatever loads the adapter later (DPO, evaluation, merge) quantizes the base in the same way.
 """
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ..core import extras
 from ..core.document import from_pydantic
 from ..core.errors import MissingError, OutOfReach, UserError, did_you_mean
 from ..core.files import PREFIX, local_path, read_json, refuse_special_files, resolve_path
 from ..core.text import dotted
 from .data_files import PYTHON, SUFFIXES, data_suffix, has_wildcards
+from .parallel import parallel
 from .schema import ADAPTER, Quantize, Recipe
 
 
@@ -284,12 +285,27 @@ def refuse_unloadable(adapter: str | Path) -> None:
 def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") -> None:
     """Raise UserError if weights are to be quantized and bitsandbytes is missing.
 
-    Called before weights are loaded: a machine without bitsandbytes can import, check and plan such
-    a recipe.
+    Called before weights are loaded.
     """
-    if quantize and importlib.util.find_spec("bitsandbytes") is None:
-        remedy = "run `pip install 'soren-align[quantize]'`"
-        raise UserError(f"{place}: needs bitsandbytes, which is not installed; {remedy}")
+    if quantize:
+        extras.require("bitsandbytes", place)
+
+
+def missing_extras(recipe: Recipe, without_eval: str = "add --no-eval") -> list[str]:
+    """Return the problems of packages that training and evaluating a recipe need, and that are not
+    installed. A machine without them can import, check and plan the recipe.
+
+    without_eval: how the evaluation is left out.
+    """
+    needs = {
+        ("model.quantize", "bitsandbytes", "write null"): recipe.model.quantize,
+        ("run.parallel", "deepspeed", "write ddp or fsdp2"): (
+            parallel(recipe.run.parallel).kind == "zero"
+        ),
+        ("eval", "lm_eval", without_eval): recipe.eval,
+    }
+    problems = {place: extras.missing(*rest) for (place, *rest), needed in needs.items() if needed}
+    return [f"{place}: {problem}" for place, problem in problems.items() if problem]
 
 
 HUB_SECONDS = 3.0

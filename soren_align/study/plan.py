@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from ..core.errors import UserError, did_you_mean
+from ..core.extras import require
 from ..core.silence import quiet_libraries
 from ..core.text import (
     Table,
@@ -243,11 +244,12 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
         sizes: dict[str, ColumnSize] = {}
         notices = []
         if options := first.eval:
-            from ..evaluate.stats.scores import cluster_labels
-            from ..evaluate.suite.tasks import load_tasks, subtasks
-
             suite = suite_of(options)
             try:
+                require("lm_eval", "eval")
+                from ..evaluate.stats.scores import cluster_labels
+                from ..evaluate.suite.tasks import load_tasks, subtasks
+
                 tasks = load_tasks(suite, trusted=options.trust_suite)
             except UserError:
                 # A plan without data or network is better than none: published sizes stand in for

@@ -4,14 +4,11 @@ Either is lm-eval's own class, so that prompts are tokenized and scored exactly 
 Added here: missing weights are refused, and truncated prompts are counted.
 """
 
-import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import huggingface_hub
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -19,15 +16,11 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...core.errors import UserError, in_one_line
-from ...core.files import local_path, read_json, refuse_special_files
-from ...recipe import adapter_config, is_local, recorded_quantization
+from ...core.extras import require
+from ...core.files import read_json
 from ...recipe.schema import ADAPTER
-from ...run import weights
-from ...run.weights import load_adapter, load_model
-
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files that determine a model's responses: weights (the first pattern; no pickled ones),
-configs, tokenizer, chat template."""
+from ...run.weights import load_model
+from .models import base_folder, load_for_inference, loading_errors
 
 MAX_GEN_TOKS = 256
 """New tokens where the task names no number, as in HFLM."""
@@ -73,27 +66,14 @@ def load_lm(folder: Path, tokenizer: Any, settings: BackendSettings) -> Any:
             f"{folder}: is an adapter, which vLLM does not load; run `soren-align merge RUN` and"
             " evaluate RUN/merged, or use --backend hf"
         )
-    model = None
-    try:
-        if settings.backend == "hf":
-            model = _load_hf(folder, settings)
-        # vLLM has quantizers of its own
-        elif "quantization_config" not in (read_json(folder / "config.json") or {}):
+    if settings.backend == "hf":
+        model = load_for_inference(folder, settings.dtype, settings.device)
+        return hf_lm(model, tokenizer, settings.batch_size)
+    # vLLM has quantizers of its own
+    if "quantization_config" not in (read_json(folder / "config.json") or {}):
+        with loading_errors(folder):
             # names and shapes only: vLLM loads the weights itself
             load_model(str(folder), device_map={"": "meta"})
-    except UserError:
-        raise
-    except (ImportError, OSError, ValueError) as error:
-        remedy = (
-            "install this package"
-            if isinstance(error, ImportError)
-            else "check the files in this folder"
-        )
-        raise UserError(
-            f"{folder}: the model cannot be loaded: {in_one_line(error)}; {remedy}"
-        ) from error
-    if model is not None:
-        return hf_lm(model.to(settings.device), tokenizer, settings.batch_size)
     from lm_eval.models.vllm_causallms import VLLM
 
     # vLLM always generates one token, which needs a place in the context.
@@ -119,63 +99,8 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
 
 def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
-    if backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "eval.backend: vLLM is not installed; run `pip install 'soren-align[vllm]'`, or"
-            " write hf"
-        )
-
-
-def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model's files; a model on the hub is downloaded first, or all but its
-    weights.
-    """
-    if is_local(str(model)):
-        folder = local_path(model)
-        if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
-            raise UserError(
-                f"{model}: contains no config.json (a model) and no {ADAPTER} (an adapter); give"
-                " the path of a folder with one of these files"
-            )
-        refuse_special_files(folder)
-        return folder
-    try:
-        # Only the patterns of FILES: a repository's pickled weights are not even downloaded.
-        patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(model), revision=revision, allow_patterns=patterns
-            )
-        )
-    # not found, gated, offline, no space: the hub's own message names the reason
-    except Exception as error:
-        reason = "is no folder, and cannot be downloaded from the hub"
-        raise UserError(
-            f"{model}: {reason}: {in_one_line(error)}; correct the name, or check the network"
-        ) from error
-
-
-def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
-    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model.
-    See `model_folder`.
-    """
-    config = adapter_config(folder)
-    if config is None:
-        return None
-    base = model_folder(config["base_model_name_or_path"], config.get("revision"), weights=weights)
-    if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
-        raise UserError(
-            f"{folder}: the base model {config['base_model_name_or_path']} is an adapter too; merge"
-            " this base model first"
-        )
-    return base
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in the folder; for an adapter without one, its base's."""
-    base = base_folder(folder, weights=False)
-    source = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
-    return weights.load_tokenizer(str(source))
+    if backend == "vllm":
+        require("vllm", "eval.backend", "write hf")
 
 
 def generation_settings(folder: Path) -> tuple[dict[str, Any], Any]:
@@ -265,27 +190,3 @@ def _count_truncated(lm_class: type, spare: int) -> Any:
             return super().generate_until(requests, **options)
 
     return CountingLM
-
-
-def _load_hf(folder: Path, settings: BackendSettings) -> Any:
-    # Three kinds of models: an adapter on a quantized base, a whole model, an adapter that is
-    # merged in float32.
-    base, dtype = base_folder(folder), getattr(torch, settings.dtype)
-    if base and (quantization := recorded_quantization(folder)):
-        # As it was trained, on a quantized base: merged, the base would be quantized again.
-        as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
-        model = load_model(str(base), as_evaluated, device_map={"": settings.device})
-        for parameter in model.parameters():
-            if parameter.is_floating_point():  # else it is quantized
-                parameter.data = parameter.data.to(dtype)
-        return load_adapter(model, str(folder))
-    # Not cast after loading: that would round the rotary frequencies too, and change the positions
-    # of long prompts.
-    model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
-    if base:
-        # Merged as `merge_and_unload` would for a model on disk: both give the same responses to
-        # the last bit.
-        model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    return model

@@ -37,13 +37,8 @@ from ..stats.scores import cluster_labels, score_column
 from ..suite.sandbox import rendering, scoring
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
-from .backends import (
-    BackendSettings,
-    generation_settings,
-    load_tokenizer,
-    model_folder,
-    require_backend,
-)
+from .backends import BackendSettings, generation_settings, require_backend
+from .models import load_tokenizer, model_folder
 from .requests import RequestDispatcher, ResponseCache, cache_key
 from .workers import InProcess, WorkerPool
 

@@ -12,8 +12,7 @@ from ...recipe import is_local
 from ...run.folder import RunFolder
 from ...run.provenance import fingerprint
 from ...tasks import TASKS
-from .backends import base_folder, model_folder
-from .requests import model_digest
+from .models import base_folder, model_digest, model_folder
 
 OVERWRITTEN = "was overwritten later"
 MAX_FOLDERS = 4

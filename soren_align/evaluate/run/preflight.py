@@ -26,14 +26,12 @@ from .backends import (
     MAX_GEN_TOKS,
     BackendSettings,
     ContextTooShort,
-    base_folder,
     generation_settings,
-    load_tokenizer,
-    model_folder,
     num_new_tokens,
     refuse_long_choice,
 )
 from .lineage import OnOmitted, lineage, run_of
+from .models import base_folder, load_tokenizer, model_folder
 from .requests import RequestDispatcher, ResponseCache
 from .workers import InProcess
 

@@ -11,10 +11,8 @@ of the requests. The chunks do not depend on the number of processes, so that a 
 equals, to the last bit, the one that would be computed again.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
-from functools import lru_cache
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -26,8 +24,8 @@ from lm_eval.models.huggingface import HFLM
 from ...core.errors import UserError
 from ...core.files import digest
 from ...data.rendering import template_errors
-from ...run.provenance import fingerprint
-from .backends import FILES, BackendSettings, ContextTooShort, base_folder
+from .backends import BackendSettings, ContextTooShort
+from .models import model_digest
 from .workers import Workers
 
 FORMAT = 2
@@ -111,27 +109,6 @@ def cache_key(folder: Path, settings: BackendSettings, device: str) -> dict[str,
         "device": device,
         "versions": {package: metadata.version(package) for package in packages},
     }
-
-
-def model_digest(folder: Path) -> str:
-    """Return a sha256 over the files of a model; for an adapter, over its base's files too."""
-    files = sorted(
-        {
-            f
-            for pattern in FILES
-            for f in folder.glob(pattern)
-            if f.suffix != ".safetensors" and f.is_file()
-        }
-    )
-    hashes: list[Any] = [[f.name, _file_sha256(f, f.stat().st_mtime_ns)] for f in files]
-    base = base_folder(folder)
-    return digest([fingerprint(str(folder)), hashes, model_digest(base) if base else None])
-
-
-# The time of the last change is an argument so that a replaced file is hashed again.
-@lru_cache
-def _file_sha256(file: Path, modified_ns: int) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _restore(response: Any) -> Any:

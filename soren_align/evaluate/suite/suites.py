@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from ...core import shipped
 from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
+from ...core.extras import install_command
 from ...core.files import read_text, resolve_path
 from ...core.text import join_words
 from ...recipe import Eval
@@ -25,9 +26,8 @@ from ...recipe import Eval
 LM_EVAL = "lm-eval:"
 # Not imported: that takes 8 seconds, and `plan` needs only the numbers of requests.
 _spec = importlib.util.find_spec("lm_eval")
-assert _spec is not None
-assert _spec.origin is not None
-LM_EVAL_TASKS = Path(_spec.origin).parent / "tasks"
+LM_EVAL_TASKS = Path(_spec.origin if _spec and _spec.origin else LM_EVAL).parent / "tasks"
+"""The folder of lm-eval's tasks; without lm-eval one that does not exist."""
 
 _PAGE = (
     "`soren-align docs evaluation` lists all keys of a suite and their defaults"
@@ -171,7 +171,8 @@ def load_suite(name_or_path: str | Path) -> Suite:
     suite = document.validated(Suite, _PAGE)
     suite._path = path
     for i, file in enumerate(map(suite.file_of, suite.tasks)):
-        if not file.is_file():
+        # Without lm-eval, a suite of its tasks can be listed and planned.
+        if not file.is_file() and (_spec or LM_EVAL_TASKS not in file.parents):
             document.report(("tasks", i, "file"), f"there is no task file {file}; correct the path")
     document.refuse_problems()
     return suite
@@ -226,10 +227,14 @@ def refuse_missing_packages(suite: Suite) -> None:
         missing = [package for package in task.imports if importlib.util.find_spec(package) is None]
         omit = f"leave the column out (eval.omit: [{task.column}]; --omit {task.column})"
         if missing:
-            install = f"soren-align[{suite.extra}]" if suite.extra else " ".join(missing)
+            command = (
+                install_command(suite.extra)
+                if suite.extra
+                else f"`pip install {' '.join(missing)}`"
+            )
             problems.append(
                 f"{task.column}: lm-eval's task {task.task} needs {join_words(missing)}, not"
-                f" installed here; run `pip install '{install}'`, or {omit}"
+                f" installed here; run {command}, or {omit}"
             )
         elif task.nltk_data:
             import nltk
