@@ -10,7 +10,7 @@ setup: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("soren-align needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,leaderboard-v2,quantize]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	touch $@
 
 # SFT, then DPO from the model that came out, each with its evaluation; then all three in one table.

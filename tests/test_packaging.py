@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from soren_align.core.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "soren_align").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The files that need lm-eval when they are imported. Of the training's, none needs a package of an extra.
+BEHIND = {"evaluate/stats/scores.py", "evaluate/suite/sandbox.py", "evaluate/suite/tasks.py"}
+BEHIND |= {f"evaluate/run/{name}.py" for name in ("backends", "harness", "preflight", "requests", "stage", "workers")}
 HOSTS = {"axolotl", "swift"}
 """Modules of the tools that a plug-in is for: the user has them, with versions of their own."""
 
@@ -65,6 +69,60 @@ def test_an_undeclared_import_is_found(tmp_path):
     assert list(undeclared([tmp_path / "planted.py"])) == ["dill (planted.py)"]
 
 
+def extra_modules():
+    """Modules of packages that extras alone install."""
+    core = {distribution(requirement) for requirement in PROJECT["dependencies"]}
+    extras = declared() - core - {"soren-align"}
+    return {module for module, names in packages_distributions().items() if {*map(distribution, names)} & extras}
+
+
+def needing_extras(package):
+    """The files whose import fails without a package of an extra: they import it outside functions and `if` or `with`
+    blocks, or import a file that does."""
+    graph = {}
+    for file in package.rglob("*.py"):
+        here = ["soren_align", *file.relative_to(package).parts[:-1]]
+        names = set()
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = (
+                    [*here[: len(here) + 1 - node.level], *filter(None, [node.module])] if node.level else [node.module]
+                )
+                names |= {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
+        # The rooms of a module are imported before it.
+        parts = [name.split(".") for name in names]
+        graph[file] = {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+    needing, names = set(), extra_modules()
+    while more := {file for file in graph if file not in needing and graph[file] & names}:
+        needing |= more
+        modules = (file.relative_to(package).with_suffix("").parts for file in more)
+        names |= {".".join(["soren_align", *parts]).removesuffix(".__init__") for parts in modules}
+    return {file.relative_to(package).as_posix() for file in needing}
+
+
+def test_only_files_behind_the_door_need_an_extra_when_they_are_imported():
+    assert needing_extras(ROOT / "soren_align") == BEHIND
+
+
+def test_a_file_that_needs_an_extra_is_found_through_others(tmp_path):
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room/__init__.py").touch()
+    (tmp_path / "room/first.py").write_text("def f():\n    import lm_eval\n")
+    (tmp_path / "room/second.py").write_text("from lm_eval.api import registry\n")
+    (tmp_path / "third.py").write_text("from .room import first, second\n")
+    (tmp_path / "fourth.py").write_text("from .room.first import f\n")
+    assert needing_extras(tmp_path) == {"room/second.py", "third.py"}
+
+
+def requirements_of(extras):
+    """The requirements of these extras, of which one may name others."""
+    for requirement in (r for extra in extras for r in PROJECT["optional-dependencies"][extra]):
+        is_ours = distribution(requirement) == "soren-align"
+        yield from requirements_of(sorted(Requirement(requirement).extras)) if is_ours else [requirement]
+
+
 def needed_packages(requirements, environment):
     """The packages that an installation of these requirements has, by the metadata of those installed here."""
     metadata = {distribution(each.metadata["Name"]): each.requires or [] for each in distributions()}
@@ -89,7 +147,7 @@ def test_the_constraints_are_the_packages_of_an_installation(version):
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     extras = re.search(r"'\.\[(.+)\]'", text)[1].split(",")
     pinned = {distribution(line) for line in text.splitlines() if "==" in line}
-    requirements = [*PROJECT["dependencies"], *(r for e in extras for r in PROJECT["optional-dependencies"][e])]
+    requirements = [*PROJECT["dependencies"], *requirements_of(extras)]
     environment = default_environment() | {"python_version": version, "python_full_version": f"{version}.0"}
     environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
     names = needed_packages(requirements, environment)
@@ -98,13 +156,14 @@ def test_the_constraints_are_the_packages_of_an_installation(version):
 
 
 def declared_extras(text):
-    return set(re.findall(r"soren-align\[(\w+)\]", text))
+    return set(re.findall(r"soren-align\[([\w-]+)\]", text))
 
 
 def test_every_extra_that_a_message_or_a_page_names_exists():
     pages = [*FILES, ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {extra for page in pages for extra in declared_extras(page.read_text(encoding="utf-8"))}
-    assert {"vllm", "quantize", "liger"} <= named
+    named |= {extra for _, extra in EXTRAS.values()}
+    assert {"eval", "deepspeed", "leaderboard-v2"} <= named
     assert named <= PROJECT["optional-dependencies"].keys()
 
 

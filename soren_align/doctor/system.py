@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -31,17 +32,21 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     """
     # The requirements that apply here: of the checkout that this code runs from, or of the wheel.
     if (file := ROOT / "pyproject.toml").is_file():
-        lines = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        lines, extras = project["dependencies"], project["optional-dependencies"].values()
     else:
-        lines = metadata.requires("soren-align") or []
-    parsed, problems, num = map(Requirement, lines), [], 0
-    # Extras are optional: what only they need may be missing.
-    for requirement in [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]:
-        num += 1
+        lines, extras = metadata.requires("soren-align") or [], []
+    parsed, problems, num = list(map(Requirement, lines)), [], 0
+    needed = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    optional = [r for r in parsed if r not in needed] + list(map(Requirement, chain(*extras)))
+    for requirement in [*needed, *optional]:
+        num += requirement in needed
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            problems.append(f"{requirement.name} is not installed")
+            # What only extras need may be missing, but must not be another version.
+            if requirement in needed:
+                problems.append(f"{requirement.name} is not installed")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             needed = f"but soren-align needs {requirement.specifier}"

@@ -21,6 +21,7 @@ from ..core.files import local_path, read_text
 from ..core.text import dotted
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, trainer_value
+from ..recipe.model import missing_extras
 from ..recipe.optimizer import NonNegative, Positive
 from ..tasks import TASKS
 from .study import HELD_OUT, Run
@@ -463,6 +464,14 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
                 column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite"
             )
             yield ("verdict", "retention", "columns"), f"the suite has no column {column!r}{hint}"
+
+
+def missing_extras_of_runs(study: StudyFile) -> list[str]:
+    """Return the problems of packages that final runs need, and that are not installed."""
+    without_eval = "add --set set.eval=null to compare held-out losses alone"
+    recipes = (recipe_of_run(study, first_run(study, name)) for name in study.candidates)
+    problems = (problem for recipe in recipes for problem in missing_extras(recipe, without_eval))
+    return [*dict.fromkeys(problems)]
 
 
 def study_schema() -> dict[str, Any]:

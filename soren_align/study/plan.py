@@ -31,7 +31,7 @@ from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment
 from ..recipe import accumulation
 from ..run.provenance import DIGITS
-from .config import ALL_PAIRS, StudyFile, first_run, recipe_of_run
+from .config import ALL_PAIRS, StudyFile, first_run, missing_extras_of_runs, recipe_of_run
 from .declaration import declare
 from .estimates import Assumed, Design, detectable_loss, detectable_score
 from .stats import num_declared_tests
@@ -242,7 +242,10 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
             plans[name], _ = plan_training(recipe, num_ranks=processes)
         show("Loading tasks")
         sizes: dict[str, ColumnSize] = {}
-        notices = []
+        notices = [
+            f"compare would not start on this machine: {problem}"
+            for problem in missing_extras_of_runs(study)
+        ]
         if options := first.eval:
             suite = suite_of(options)
             try:
@@ -257,8 +260,8 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
-                    "the suite's data are not on this machine, so the plan uses published numbers"
-                    " of questions and ignores clusters of questions: the minimum detectable"
+                    "lm-eval or the suite's data are not on this machine, so the plan uses published"
+                    " numbers of questions and ignores clusters of questions: the minimum detectable"
                     f" effects of {', '.join(clustered)} are too small"
                 ] * bool(clustered)
             for task in suite.tasks:

@@ -36,12 +36,11 @@ from ..core.files import local_path, remove
 from ..core.signals import killed_by, stop_signals
 from ..core.text import Table, Terminal, estimated_time, number, print_labelled, stderr_console
 from ..launch.environment import set_environment, visible_gpus
-from ..recipe.model import missing_extras
 from ..run import lock
 from ..run.folder import LOCK, RunFolder
 from ..run.provenance import DECLARATION, DIGITS, read_declaration
 from .audit import conclude
-from .config import StudyFile, first_run, recipe_of_run
+from .config import StudyFile, missing_extras_of_runs, recipe_of_run
 from .report.page import REPORT, terminal_verdict
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import STAGES, select
@@ -66,10 +65,8 @@ def compare(
     ResumableError if the machine stopped a run: the study is not concluded, and the same command
     continues it.
     """
-    recipes = (recipe_of_run(study, first_run(study, name)) for name in study.candidates)
-    without_eval = "write set.eval: null, which compares held-out losses alone"
-    if problems := [each for recipe in recipes for each in missing_extras(recipe, without_eval)]:
-        raise UserError(*dict.fromkeys(problems))
+    if problems := missing_extras_of_runs(study):
+        raise UserError(*problems)
     folder, console = local_path(study.output_dir), stderr_console()
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     # Another command may create the folder at the same time.

@@ -12,7 +12,7 @@ from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report import tables
 from soren_align.evaluate.report.results import read_results
-from soren_align.evaluate.run.backends import load_tokenizer
+from soren_align.evaluate.run.models import load_tokenizer
 from soren_align.evaluate.run.preflight import planned_rows
 from soren_align.evaluate.run.stage import evaluate, preflight
 from soren_align.launch import commands

@@ -191,7 +191,7 @@ def test_preflight_counts_the_questions_and_finds_what_is_missing(readers, data_
     assert ({c: sum(num_questions(t).values()) for c, t in tasks.items()}, notices) == (dict.fromkeys(ZERO_SHOT, 4), [])
     with pytest.raises(UserError, match="there is no dataset folder"):
         preflight(asked.model_copy(update={"data_root": str(tmp_path)}), *start)
-    with pytest.raises(UserError, match="vLLM is not installed"):
+    with pytest.raises(UserError, match="needs vLLM, which is not installed"):
         preflight(asked.model_copy(update={"backend": "vllm"}), *start)
 
 

@@ -152,7 +152,7 @@ def test_without_bitsandbytes_a_quantized_base_is_refused_before_anything_is_tou
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
     )
     quantized = load(*LORA, "model.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
-    message = r"model.quantize: needs bitsandbytes, .*; run `pip install 'soren-align\[quantize\]'`"
+    message = r"model.quantize: needs bitsandbytes, .*; run `pip install .soren-align\[quantize\].`"
     with pytest.raises(UserError, match=message):
         commands.train(quantized)
     assert list(tmp_path.iterdir()) == []

@@ -121,7 +121,7 @@ def test_without_bitsandbytes_an_adapter_on_quantized_weights_is_refused_before_
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "bitsandbytes" else find(n, *a))
     done = command.run(name, sft.folder.path, *options)
     assert done.returncode == 2
-    sentence = "needs bitsandbytes, which is not installed; run `pip install 'soren-align[quantize]'`"
+    sentence = 'needs bitsandbytes, which is not installed; run `pip install "soren-align[quantize]"`'
     assert f"{sft.folder.model}: {sentence}" in done.stderr
     assert "Loading" not in done.stderr
 
