@@ -37,15 +37,15 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     else:
         lines, extras = metadata.requires("soren-align") or [], []
     parsed, problems, num = list(map(Requirement, lines)), [], 0
-    needed = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    optional = [r for r in parsed if r not in needed] + list(map(Requirement, chain(*extras)))
-    for requirement in [*needed, *optional]:
-        num += requirement in needed
+    required = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    optional = [r for r in parsed if r not in required] + list(map(Requirement, chain(*extras)))
+    for requirement in [*required, *optional]:
+        num += requirement in required
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             # What only extras need may be missing, but must not be another version.
-            if requirement in needed:
+            if requirement in required:
                 problems.append(f"{requirement.name} is not installed")
             continue
         if not requirement.specifier.contains(version, prereleases=True):

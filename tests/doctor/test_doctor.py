@@ -78,6 +78,18 @@ def test_a_wrong_version_is_named(machine, monkeypatch):
     assert "trl is 1.15.0, but soren-align needs <1.17,>=1.16" in reason
 
 
+def test_an_extra_may_be_missing_but_not_be_another_version(machine, monkeypatch):
+    def version(name):
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError
+        return "0.3.0" if name == "lm-eval" else real(name)
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    reason = failures(system.libraries(machine))["libraries"]
+    assert reason.startswith("lm-eval is 0.3.0, but soren-align needs <0.5,>=0.4.13; run pip")
+
+
 @pytest.mark.process
 def test_a_healthy_file_system_passes(machine):
     assert failures(system.file_system(machine)) == {}
