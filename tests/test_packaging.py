@@ -12,6 +12,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from soren_align.core.extras import EXTRAS
 
+from tests.test_layers import imports
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "soren_align").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -71,31 +73,20 @@ def test_an_undeclared_import_is_found(tmp_path):
 
 def extra_modules():
     """Modules of packages that extras alone install."""
-    core = {distribution(requirement) for requirement in PROJECT["dependencies"]}
-    extras = declared() - core - {"soren-align"}
+    extras = declared() - {"soren-align", *map(distribution, PROJECT["dependencies"])}
     return {module for module, names in packages_distributions().items() if {*map(distribution, names)} & extras}
 
 
 def needing_extras(package):
-    """The files whose import fails without a package of an extra: they import it outside functions and `if` or `with`
-    blocks, or import a file that does."""
-    graph = {}
-    for file in package.rglob("*.py"):
-        here = ["soren_align", *file.relative_to(package).parts[:-1]]
-        names = set()
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                base = (
-                    [*here[: len(here) + 1 - node.level], *filter(None, [node.module])] if node.level else [node.module]
-                )
-                names |= {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
-        # The rooms of a module are imported before it.
-        parts = [name.split(".") for name in names]
-        graph[file] = {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+    """The files whose import fails without a package of an extra: outside functions, `if` and `with`, they import it, a
+    file that does, or one whose room does."""
+    graph = {file: imports(file, package, lambda tree: tree.body) for file in package.rglob("*.py")}
     needing, names = set(), extra_modules()
-    while more := {file for file in graph if file not in needing and graph[file] & names}:
+
+    def needs(file):
+        return any(f"{x}.".startswith(f"{y}.") for x in graph[file] for y in names)
+
+    while more := {*filter(needs, graph.keys() - needing)}:
         needing |= more
         modules = (file.relative_to(package).with_suffix("").parts for file in more)
         names |= {".".join(["soren_align", *parts]).removesuffix(".__init__") for parts in modules}
@@ -107,13 +98,11 @@ def test_only_files_behind_the_door_need_an_extra_when_they_are_imported():
 
 
 def test_a_file_that_needs_an_extra_is_found_through_others(tmp_path):
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room/__init__.py").touch()
-    (tmp_path / "room/first.py").write_text("def f():\n    import lm_eval\n")
-    (tmp_path / "room/second.py").write_text("from lm_eval.api import registry\n")
-    (tmp_path / "third.py").write_text("from .room import first, second\n")
-    (tmp_path / "fourth.py").write_text("from .room.first import f\n")
-    assert needing_extras(tmp_path) == {"room/second.py", "third.py"}
+    files = ["__init__", "first", "second", "third", "fourth"]
+    sources = ["", "def f():\n    import gguf", "from gguf import x", "from . import second", "from . import first"]
+    for name, source in zip(files, sources, strict=True):
+        (tmp_path / f"{name}.py").write_text(source)
+    assert needing_extras(tmp_path) == {"second.py", "third.py"}
 
 
 def requirements_of(extras):

@@ -36,11 +36,10 @@ def libraries(machine: Machine) -> Iterator[Finding]:
         lines, extras = project["dependencies"], project["optional-dependencies"].values()
     else:
         lines, extras = metadata.requires("soren-align") or [], []
-    parsed, problems, num = list(map(Requirement, lines)), [], 0
+    parsed, problems = list(map(Requirement, lines)), []
     required = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
     optional = [r for r in parsed if r not in required] + list(map(Requirement, chain(*extras)))
     for requirement in [*required, *optional]:
-        num += requirement in required
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
@@ -52,7 +51,9 @@ def libraries(machine: Machine) -> Iterator[Finding]:
             needed = f"but soren-align needs {requirement.specifier}"
             problems.append(f"{requirement.name} is {version}, {needed}")
     reason = f"{'; '.join(problems)}; run pip install -c constraints.txt ."
-    yield judged("libraries", f"{num} needed", "in the declared ranges", not problems, reason)
+    yield judged(
+        "libraries", f"{len(required)} needed", "in the declared ranges", not problems, reason
+    )
 
     import torch
 

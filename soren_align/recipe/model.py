@@ -283,25 +283,20 @@ def refuse_unloadable(adapter: str | Path) -> None:
 
 
 def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") -> None:
-    """Raise UserError if weights are to be quantized and bitsandbytes is missing.
-
-    Called before weights are loaded.
-    """
+    """Raise UserError if weights are to be quantized and bitsandbytes is missing."""
     if quantize:
         extras.require("bitsandbytes", place)
 
 
 def missing_extras(recipe: Recipe, without_eval: str = "add --no-eval") -> list[str]:
-    """Return the problems of packages that training and evaluating a recipe need, and that are not
-    installed. A machine without them can import, check and plan the recipe.
+    """Return the problems of missing packages that training and evaluating a recipe need.
 
-    without_eval: how the evaluation is left out.
+    Without them it can be imported, checked and planned. without_eval: how to leave out `eval`.
     """
+    is_zero = parallel(recipe.run.parallel).kind == "zero"
     needs = {
         ("model.quantize", "bitsandbytes", "write null"): recipe.model.quantize,
-        ("run.parallel", "deepspeed", "write ddp or fsdp2"): (
-            parallel(recipe.run.parallel).kind == "zero"
-        ),
+        ("run.parallel", "deepspeed", "write ddp or fsdp2"): is_zero,
         ("eval", "lm_eval", without_eval): recipe.eval,
     }
     problems = {place: extras.missing(*rest) for (place, *rest), needed in needs.items() if needed}
