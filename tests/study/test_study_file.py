@@ -16,6 +16,7 @@ MISSING = {
     "studies/smollm2-lora": ("no file data/train.jsonl", 1),
     "studies/boolq": ("no file data/boolq/train.jsonl", 3),  # two files, and the questions
     "studies/pretrained-by": ("no file data/short-docstrings/train.jsonl", 4),  # three files of data, and a model
+    "studies/muon-or-soren": ("no file data/short-docstrings/train.jsonl", 4),
 }
 """Studies that need files of the user's, or of another run: what is found first, and how many."""
 

@@ -25,6 +25,7 @@ MISSING = {  # files that the user names, or another run makes
     "studies/smollm2-lora": ["set.model.name_or_path=org/model", f"set.data.train.path={DATA}"],
     "studies/boolq": ["set.model.name_or_path=org/model", *ALL_DATA[:2], "set.eval.data_root=null"],
     "studies/pretrained-by": ["set.model.name_or_path=org/model", *ALL_DATA],
+    "studies/muon-or-soren": ["set.model.name_or_path=org/model", *ALL_DATA],
 }
 
 
