@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ..core import files
 from ..core.errors import UserError
+from ..core.launchers import without_ranks
 from ..core.text import Table, Terminal, count, print_labelled, stderr_console, working
-from ..launch.environment import visible_gpus, without_ranks
+from ..launch.environment import visible_gpus
 from ..run.folder import now
 from ..run.provenance import provenance
 from .checks import CHECKS, Finding, Machine, last_line

@@ -18,6 +18,7 @@ from ..core.errors import UserError, known_failure
 from ..core.extras import require
 from ..core.figures import NO_PICTURES
 from ..core.files import read_json
+from ..core.launchers import without_ranks
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
 from ..core.text import (
@@ -45,13 +46,7 @@ from ..recipe.parallel import AUTO
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from ..run.record import describe_result
-from .environment import (
-    gpu_bytes,
-    rank_from_environment,
-    refuse_ranks,
-    set_environment,
-    without_ranks,
-)
+from .environment import gpu_bytes, rank_from_environment, refuse_ranks, set_environment
 from .preparation import prepare
 
 if TYPE_CHECKING:
@@ -250,13 +245,19 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     from ..run.curves import draw_curves, read_curves
     from .show import print_chart, print_next
 
+    # Checkpoints that have no scores yet: here no rank waits any more, and the model is saved.
+    reason = folder.record("training")["training"].get("diverged")
+    if recipe.run.benchmark and recipe.eval and evaluate_here and not reason:
+        from ..training.measure.sidecar import Sidecar
+
+        Sidecar(recipe.run.benchmark, recipe.eval, folder, console).finish()
     # Picture and card, from the files of the run: a killed evaluation finds them there.
     curves = read_curves(folder.metrics)
     if curves.by_key and NO_PICTURES not in os.environ:
         draw_curves([(folder.name, curves)], folder.curves)
     write_card(folder)
     print_chart(console, curves)
-    if reason := folder.record("training")["training"].get("diverged"):
+    if reason:
         folder.update(status="diverged", finished=now(), last_error=None)
         not_evaluated = ", and is not evaluated" if recipe.eval else ""
         model = f"{folder.model} is the diverged model, kept for inspection{not_evaluated}"

@@ -9,34 +9,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import UserError
+from ..core.launchers import SRUN, without_ranks
 from ..recipe import Recipe, trl
 from ..recipe.model import estimated_parameters
 
 # bitsandbytes warns as PEFT imports it, where it is installed.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-# srun's name for torch's. The batch script itself has SLURM_PROCID too, but no
-# SLURM_STEP_NUM_TASKS.
-_SRUN = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
-_RANK_VARIABLES = {
-    *_SRUN,
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
-_RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
-# accelerate reads these as well
-_RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Settings of torch's GPU memory; the first of them that is set counts alone."""
 
@@ -86,7 +68,7 @@ def launcher_environment() -> dict[str, str]:
     env = dict(os.environ)
     if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return env
-    for name, srun_name in _SRUN.items():
+    for name, srun_name in SRUN.items():
         env[name] = env[srun_name]
     if "MASTER_ADDR" not in env and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1:
         raise UserError(
@@ -98,11 +80,6 @@ def launcher_environment() -> dict[str, str]:
     # The same port for all tasks of a job, rarely that of another job on the machine.
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
     return env
-
-
-def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without the variables of launchers, for a single process."""
-    return {name: value for name, value in env.items() if name not in _RANK_VARIABLES}
 
 
 def set_environment(

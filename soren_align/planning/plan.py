@@ -334,7 +334,7 @@ def _evaluation(
         ),
         "num_questions": None,
     }
-    # Without the hub there are no questions either; what lm-eval would check is left out (_notices).
+    # Without the hub there are no questions either. `_notices` has a missing lm-eval.
     if inputs.ready is None or not is_installed("lm_eval"):
         return section, [], []
     from ..evaluate.run import stage  # imports lm-eval, which takes seconds

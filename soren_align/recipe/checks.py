@@ -464,7 +464,8 @@ def _check_training(raw: _Raw) -> None:
             raw.report(key, f"there is no file {prompts!r}; correct the path", MissingError.kind)
     # Generation calls the layers token by token: under sharded weights every rank would have to
     # join in each of these calls.
-    if run.get("samples") is not None and config and (config.kind == "fsdp2" or config.stage == 3):
+    shards_weights = config and (config.kind == "fsdp2" or config.stage == 3)
+    if run.get("samples") is not None and shards_weights:
         message = (
             f"run.parallel {where} shards the weights, so no process can generate samples; remove"
             " run.samples"
@@ -473,7 +474,7 @@ def _check_training(raw: _Raw) -> None:
     if run.get("benchmark") is not None:
         if raw.get("eval") is None:
             raw.report(("run", "benchmark"), "has no suite; add eval.suite, or remove this key")
-        if config and (config.kind == "fsdp2" or config.stage == 3):
+        if shards_weights:
             message = (
                 f"run.parallel {where} shards the weights, so a checkpoint is no model that can be"
                 " evaluated; remove run.benchmark"

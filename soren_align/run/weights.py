@@ -32,6 +32,9 @@ from ..core.patches import patched
 from ..recipe.model import Quantization, refuse_unquantizable
 from .quantized import quantized_layers
 
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""The files that determine a model's responses: weights (the first pattern; no pickled ones),
+configs, tokenizer, chat template."""
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
 NO_PATTERN = "{}: a pattern in config.json is not a regular expression; correct the pattern"

@@ -260,9 +260,9 @@ def plan(study: StudyFile, next_command: str, *, as_json: bool = False, processe
                 tasks = None
                 clustered = [task.column for task in suite.tasks if task.cluster]
                 notices += [
-                    "lm-eval or the suite's data are not on this machine, so the plan uses published"
-                    " numbers of questions and ignores clusters of questions: the minimum detectable"
-                    f" effects of {', '.join(clustered)} are too small"
+                    "lm-eval or the suite's data are not on this machine, so the plan uses"
+                    " published numbers of questions and ignores clusters of questions: the minimum"
+                    f" detectable effects of {', '.join(clustered)} are too small"
                 ] * bool(clustered)
             for task in suite.tasks:
                 if tasks is not None:

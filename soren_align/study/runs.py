@@ -230,15 +230,16 @@ def finer_gain(study: StudyFile, runs: list[Run], selected: int) -> float:
     free = [*study.free(runs[0].candidate)]
     if len(free) != 1:
         return 0.0
+    trials = by_number(runs)
     metrics: dict[float, float] = {}
-    for trial in by_number(runs).values():
+    for trial in trials.values():
         value, metric = trial[0].parameters[free[0]], mean_metric(trial)
         if isinstance(value, str | bool):
             return 0.0
         if metric is not None:
             metrics[value] = metric
     tried = sorted(metrics)
-    i = tried.index(next(run for run in runs if run.number == selected).parameters[free[0]])
+    i = tried.index(trials[selected][0].parameters[free[0]])
     if not 0 < i < len(tried) - 1:
         return 0.0
     near = tried[i - 1 : i + 2]

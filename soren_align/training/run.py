@@ -19,17 +19,10 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from ..core import signals
 from ..core.errors import DivergedError, UserError
-from ..core.files import append, read_json, remove, rename_durably
+from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
-from ..run.folder import (
-    COMPLETE_MARKER,
-    RunFolder,
-    checkpoints_in,
-    metrics_line,
-    read_metrics,
-    step_of,
-)
+from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
 from ..run.provenance import provenance
 from ..run.record import divergence
 from ..run.weights import trl_config_names
@@ -106,14 +99,11 @@ def train(
         _report_resume(folder, console, checkpoint)
 
     # Train.
-    sidecar = observers.sidecar
-    with closing(sidecar) if sidecar else nullcontext():
-        with closing(observers.progress), closing(observers.stop):
-            seconds = round(_run_loop(trainer, checkpoint), 1)
-        stopped, state = observers.stop.stopped, trainer.state
-        finished = not stopped or state.global_step >= state.max_steps
-        for scores in sidecar.finish() if sidecar and not stopped else ():
-            append(folder.metrics, metrics_line({"step": state.global_step} | scores))
+    beside = closing(observers.sidecar) if observers.sidecar else nullcontext()
+    with beside, closing(observers.progress), closing(observers.stop):
+        seconds = round(_run_loop(trainer, checkpoint), 1)
+    stopped, state = observers.stop.stopped, trainer.state
+    finished = not stopped or state.global_step >= state.max_steps
     refuse_lost_lock(folder, ranks)
 
     # Measure and save. A run that a signal stopped before its last step has a checkpoint alone.

@@ -9,6 +9,7 @@ import pytest
 from soren_align import recipe
 from soren_align.cli.app import app
 from soren_align.core.errors import UserError
+from soren_align.core.files import file_sha256
 from soren_align.evaluate.report.results import read_results
 from soren_align.recipe import Benchmark, Eval
 from soren_align.training.measure.sidecar import Sidecar
@@ -21,6 +22,11 @@ pytestmark = pytest.mark.model
 SCORED = ("eval={suite: quickstart, batch_size: 120}", "run.benchmark={every: 2, limit: 5}")
 
 
+def finish(run):
+    """As the command does when the training has ended and no rank waits any more."""
+    Sidecar(run.recipe.run.benchmark, run.recipe.eval, run.folder, run.console).finish()
+
+
 def lines_with_scores(run):
     return [line for line in run.metrics() if "benchmark_step" in line]
 
@@ -31,7 +37,9 @@ def test_the_scores_of_a_checkpoint_are_those_of_eval_and_change_no_weight(tiny_
     silent = tiny_run("sft", name="silent")
     scored = tiny_run("sft", *SCORED, "trainer.save_total_limit=1", name="scored")
     assert_trained_alike(silent, scored)  # six steps, saved after 2, 4 and 6
+    finish(scored)
     (line,) = lines_with_scores(scored)
+    assert scored.folder.read()["written"]["metrics_sha256"] == file_sha256(scored.folder.metrics)
     assert line["benchmark_step"] == 4
     place = scored.folder.path / "benchmarks/checkpoint-4"
     assert {entry.name for entry in place.iterdir()} == {"eval", "log.txt"}  # the links are gone
@@ -49,10 +57,11 @@ def test_the_scores_of_a_checkpoint_are_those_of_eval_and_change_no_weight(tiny_
 def test_a_dead_sidecar_is_named_and_loses_nothing(tiny_run):
     run = tiny_run("sft", *SCORED, "run.benchmark.command=[sh, -c, exit 3]")
     assert run.train()
+    finish(run)
     place = run.folder.path / "benchmarks/checkpoint-4"
     said = " ".join(run.said.getvalue().split())
     assert "no scores of step 4: the evaluation ended with exit code 3" in said
-    assert "the training continues" in said
+    assert "the run continues" in said
     assert (place / "model/model.safetensors").is_file()
     assert run.folder.read()["status"] == "trained"
     assert not lines_with_scores(run)
@@ -64,7 +73,7 @@ def sidecar(folder, program, **section):
     made = Sidecar(
         benchmark,
         Eval(suite="eval/quickstart", omit=["zoo_gen"]),
-        SimpleNamespace(path=folder, checkpoints=folder / "checkpoints"),
+        SimpleNamespace(path=folder, checkpoints=folder / "checkpoints", metrics=folder / "metrics.jsonl"),
         CONSOLE,
     )
     return made
@@ -108,9 +117,27 @@ def test_checkpoints_wait_for_their_turn_and_survive_their_deletion(tmp_path):
     assert process.returncode is not None
     # The next command finds what had no scores; steps that it repeats are saved anew.
     again = sidecar(tmp_path, "import time; time.sleep(60)", every=2)
-    again.on_train_begin(None, SimpleNamespace(global_step=4), None)
+    again.on_train_begin(IN_STEPS, SimpleNamespace(global_step=4, save_steps=2), None)
     assert again.waiting == [second]
     assert not fourth.exists()
+
+
+IN_STEPS = SimpleNamespace(save_strategy="steps")
+
+
+def test_a_resumed_run_logs_scores_that_no_log_has_and_scores_the_same_checkpoints(tmp_path):
+    """The lines after the checkpoint were dropped, and with them the scores of an earlier one."""
+    for step in (2, 4):
+        results = tmp_path / f"benchmarks/checkpoint-{step}/eval/results.json"
+        results.parent.mkdir(parents=True)
+        results.write_text(json.dumps({"rows": [{"scores": {"zoo_mc": {"value": 10.0 * step}}}]}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "benchmark_step": 2, "benchmark/zoo_mc": 20.0}\n')
+    made = sidecar(tmp_path, "pass", every=2)
+    made.on_train_begin(IN_STEPS, SimpleNamespace(global_step=6, save_steps=2), None)
+    assert made.waiting == []
+    assert made.values() == {"benchmark_step": 4, "benchmark/zoo_mc": 40.0}
+    assert made.values() == {}
+    assert made._num_saved == 3  # so that every second one is the 4th, at step 8
 
 
 @pytest.mark.process
@@ -118,11 +145,9 @@ def test_the_command_is_that_of_a_single_process_without_ranks(tmp_path, monkeyp
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "somewhere")
-    made = sidecar(
-        tmp_path,
-        WRITES + "; import os; sys.exit(any(k in os.environ for k in ('RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')))",
-        limit=3,
-    )
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # in a job's step, `eval` would take itself for one of two ranks
+    names = ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS")
+    made = sidecar(tmp_path, f"{WRITES}; import os; sys.exit(any(k in os.environ for k in {names}))", limit=3)
     place = save(made, tmp_path, 10)
     assert made.running[1].wait() == 0
     words = json.loads((place / "eval/argv.json").read_text())

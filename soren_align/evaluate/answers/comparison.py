@@ -161,8 +161,8 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
         if clusters is None and texts.notna().all() and texts.duplicated().any():
             clusters = texts
             notes.append(
-                f"{task}: {len(shared):,} answers to {texts.nunique():,} different questions; answers"
-                " to one question count as a cluster"
+                f"{task}: {len(shared):,} answers to {texts.nunique():,} different questions;"
+                " answers to one question count as a cluster"
             )
         for name, table in tables.items():
             model = answers[name]
@@ -188,10 +188,10 @@ def align(models: dict[str, Model], common: bool) -> tuple[dict[str, ModelAnswer
 
 def _name_task(models: dict[str, Model], names: list[str]) -> None:
     """Name the task of files of one task, some or all of which do not name it; in place."""
+    # The first model's metric: another one is no other task, and is refused as what it is.
+    ((_, first),) = next(iter(models.values())).items()
     for model in models.values():
         ((task, _),) = model.items()
-        # The first model's metric: another one is no other task, and is refused as what it is.
-        ((_, first),) = next(iter(models.values())).items()
         model[names[0] if names else first.metric] = model.pop(task)
 
 

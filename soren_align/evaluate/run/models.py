@@ -19,11 +19,7 @@ from ...recipe import adapter_config, is_local, recorded_quantization
 from ...recipe.schema import ADAPTER
 from ...run import weights
 from ...run.provenance import fingerprint
-from ...run.weights import load_adapter, load_model
-
-FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files that determine a model's responses: weights (the first pattern; no pickled ones),
-configs, tokenizer, chat template."""
+from ...run.weights import FILES, load_adapter, load_model
 
 
 def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:

@@ -1,12 +1,14 @@
 """Benchmarks beside the training: another process scores each checkpoint, and nothing waits for it.
 
-    benchmarks/checkpoint-200/model      the checkpoint's weights, as hard links, until they are scored
-    benchmarks/checkpoint-200/eval       the results, as of `soren-align eval`
-    benchmarks/checkpoint-200/log.txt    what that process printed
+    benchmarks/checkpoint-200/
+        model/     the checkpoint's weights, as hard links, until they are scored
+        eval/      the results, as of `soren-align eval`
+        log.txt    what that process printed
 
 The scores go into the next log of metrics.jsonl, as `benchmark_step` and `benchmark/COLUMN`. One
 process at a time, so that a slow benchmark queues checkpoints and not processes. Links, because
-transformers deletes old checkpoints while they are still to be scored.
+transformers deletes old checkpoints while they are still to be scored. What is still to be scored
+or logged is read from these folders and metrics.jsonl: a kill loses nothing.
 """
 
 import os
@@ -16,21 +18,19 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ...core.files import read_json, remove
+from ...core.files import append, file_sha256, read_json, remove
+from ...core.launchers import SRUN, without_ranks
 from ...core.text import count, print_labelled
 from ...recipe import Benchmark, Eval
-from ...run.folder import RunFolder, step_of
+from ...run.folder import RunFolder, metrics_line, read_metrics, step_of
+from ...run.weights import FILES
 
-KEPT = {".safetensors", ".json", ".jinja", ".model", ".txt"}
-"""Suffixes of a model's and a tokenizer's files; of a checkpoint, the states have others."""
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-RANK_VARIABLES += ("ACCELERATE_", "FSDP_")
-"""Beginnings of the names by which a launcher makes a process one of several ranks."""
+RESULTS = Path("eval/results.json")
+"""Of a checkpoint's folder; the file is written last."""
 
 
 class Sidecar(TrainerCallback):
@@ -46,27 +46,28 @@ class Sidecar(TrainerCallback):
         self._scores: list[dict[str, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Queue what a run that was killed left without scores."""
-        places = (self.folder.path / "benchmarks").glob("checkpoint-*/model")
-        self.waiting = sorted((place.parent for place in places), key=step_of)
-        for place in [place for place in self.waiting if step_of(place) > state.global_step]:
-            self.waiting.remove(place)  # of steps that are repeated
-            remove(place)
+        """Continue what a run that was killed has left; forget steps that are repeated."""
+        for place in self._places():
+            if step_of(place) > state.global_step:
+                remove(place)
+        self._restore()
+        in_steps = args.save_strategy == "steps"
+        self._num_saved = (
+            state.global_step // state.save_steps if in_steps else round(state.epoch or 0)
+        )
 
     def on_save(self, args, state, control, **kwargs):
         """Queue the checkpoint that was saved."""
         self._num_saved += 1
         if self._num_saved % self.section.every == 0:
             name = f"checkpoint-{state.global_step}"
-            checkpoint, place = (
-                self.folder.checkpoints / name,
-                self.folder.path / "benchmarks" / name,
-            )
+            place = self.folder.path / "benchmarks" / name
             remove(place)
             (place / "model").mkdir(parents=True)
-            for file in checkpoint.iterdir():
-                if file.suffix in KEPT and file.name != "trainer_state.json":
-                    _link(file, place / "model" / file.name)
+            for pattern in FILES:
+                for file in (self.folder.checkpoints / name).glob(pattern):
+                    if file.name != "trainer_state.json":
+                        _link(file, place / "model" / file.name)
             self.waiting.append(place)
         self.poll()
 
@@ -89,7 +90,7 @@ class Sidecar(TrainerCallback):
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=_environment(),
+                    env=_environment(),  # of one process, also inside a job's step
                     start_new_session=True,
                 )
             self.running = place, process
@@ -114,10 +115,12 @@ class Sidecar(TrainerCallback):
         """Return the scores for the next log, of one checkpoint at a time."""
         return self._scores.pop(0) if self._scores else {}
 
-    def finish(self) -> list[dict[str, float]]:
-        """Wait for what is still to be scored after the last step; return the scores without a
-        log.
+    def finish(self) -> None:
+        """Score what is left after the training, and append it to metrics.jsonl.
+
+        Only once no other rank waits for this one: a benchmark may take longer than a collective.
         """
+        self._restore()
         try:
             while self.running or self.waiting:
                 self.poll()
@@ -127,24 +130,45 @@ class Sidecar(TrainerCallback):
                     print_labelled(self.console, "benchmark", text)
                     self.running[1].wait()
         except KeyboardInterrupt:
+            pass
+        finally:
             self.close()
-        scores, self._scores = self._scores, []
-        return scores
+        record = self.folder.record("training", "written")
+        while scores := self.values():
+            step = {"step": record["training"]["steps"]}
+            append(self.folder.metrics, metrics_line(step | scores))
+        written = record["written"] | {"metrics_sha256": file_sha256(self.folder.metrics)}
+        self.folder.update(written=written)
 
     def close(self) -> None:
-        """End the process. The checkpoint stays, and is scored when the run resumes."""
+        """End the process. The checkpoint stays, and is scored later."""
         if self.running:
             with suppress(ProcessLookupError):
                 os.killpg(self.running[1].pid, signal.SIGTERM)
             self.running[1].wait()
             self.running = None
 
+    def _places(self) -> list[Path]:
+        return sorted((self.folder.path / "benchmarks").glob("checkpoint-*"), key=step_of)
+
+    def _restore(self) -> None:
+        """Take scores that no log has, and queue what has none."""
+        lines = read_metrics(self.folder.metrics)
+        logged = {line["benchmark_step"] for line in lines if "benchmark_step" in line}
+        for place in self._places():
+            if step_of(place) in logged:
+                continue
+            if (place / RESULTS).is_file():
+                self._take(place, 0)
+            elif (place / "model").is_dir():
+                self.waiting.append(place)
+
     def _take(self, place: Path, exit_code: int) -> None:
-        file = place / "eval" / "results.json"
+        file = place / RESULTS
         if exit_code or not file.is_file():
             text = f"no scores of step {step_of(place)}: the evaluation ended with exit code"
             text += f" {exit_code}; {place / 'log.txt'} has its reason, and the weights stay beside"
-            print_labelled(self.console, "notice", f"{text}; the training continues")
+            print_labelled(self.console, "notice", f"{text}; the run continues")
             return
         row = read_json(file)["rows"][-1]["scores"]
         scores = {f"benchmark/{column}": float(score["value"]) for column, score in row.items()}
@@ -159,5 +183,7 @@ def _link(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _environment() -> dict[str, Any]:
-    return {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
+def _environment() -> dict[str, str]:
+    """Without srun's names too, from which `eval` would take itself for a rank of the training."""
+    env = without_ranks(os.environ)
+    return {name: value for name, value in env.items() if name not in SRUN.values()}
