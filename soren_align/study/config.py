@@ -438,7 +438,7 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
     if recipe.data.eval is None:
         message = (
             f"{study.recipe} has no data.eval, whose held-out examples select the settings; add"
-            " data.eval"
+            " data.eval, or write set: {data.eval: {fraction: 0.2}} here"
         )
         yield ("recipe",), message
     steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
