@@ -1,4 +1,4 @@
-"""soren-align: SFT and DPO with Soren, a spectral optimizer, and an evaluation of the result.
+"""soren-align: SFT, DPO and KTO with Soren, a spectral optimizer, and an evaluation of the result.
 
 The optimizers need only torch and can be used alone; the trainers are TRL's with these optimizers
 (docs/library.md):
@@ -19,6 +19,7 @@ __all__ = [
     "OptimizerFactory",
     "Soren",
     "SorenDPOTrainer",
+    "SorenKTOTrainer",
     "SorenSFTTrainer",
     "build_optimizer",
     "param_groups",
@@ -26,11 +27,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .optim import AdamW, HTMuon, Muon, OptimizerFactory, Soren, build_optimizer, param_groups
-    from .training import SorenDPOTrainer, SorenSFTTrainer
+    from .training import SorenDPOTrainer, SorenKTOTrainer, SorenSFTTrainer
 
 
 def __getattr__(name: str):
-    if name in ("SorenDPOTrainer", "SorenSFTTrainer"):
+    if name.endswith("Trainer"):
         from . import training
 
         return getattr(training, name)

@@ -1,4 +1,4 @@
-"""The tasks SFT, DPO and pre-training, with one record for each.
+"""The tasks SFT, DPO, KTO and pre-training, with one record for each.
 
 A recipe's `task` is the name of a record. Nothing here imports torch or TRL: their classes stand
 here by name, and are loaded where they are used. A trainer of TRL is added by a record, a class in
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-TaskName = Literal["sft", "dpo", "pretrain"]
+TaskName = Literal["sft", "dpo", "kto", "pretrain"]
 Column = Literal[
     "messages",
     "conversations",
@@ -23,6 +23,7 @@ Column = Literal[
     "text",
     "chosen",
     "rejected",
+    "label",
     "tools",
     "chat_template_kwargs",
     "role",
@@ -45,6 +46,13 @@ ROLE_ALIASES = {
     "function_call": "tool_call",
 }
 """Other names of the roles; tool_call: the assistant's calls as text, see data/turns.py."""
+THUMBS = {
+    **dict.fromkeys(("true", "1", "+1", "up", "thumbs up", "👍", "yes", "good", "like"), True),
+    **dict.fromkeys(
+        ("false", "0", "-1", "down", "thumbs down", "👎", "no", "bad", "dislike"), False
+    ),
+}
+"""Labels of answers, in lower case -> whether the answer is good."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,16 @@ class Task:
     answers: tuple[str, ...] = ()
     """The columns of an example's answers to one prompt, each a sequence to train on; none where it
     is one sequence."""
-    has_reference: bool = False
-    """Whether the starting model also runs at each step, as the reference of the loss."""
+    num_forwards: int = 0
+    """Forward passes of an example beside the trained one: of the starting model, the reference of
+    the loss, and of mismatched answers."""
+    keeps_order: bool = False
+    """Whether batches are those of the dataset's order, which is drawn once."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the starting model also runs at each step, as the reference of the loss."""
+        return self.num_forwards > 0
 
     @property
     def num_sides(self) -> int:
@@ -135,7 +151,34 @@ DPO = Task(
         "eval_rewards/accuracies": True,
     },
     answers=("chosen", "rejected"),
-    has_reference=True,
+    num_forwards=1,
+)
+KTO = Task(
+    name="kto",
+    title="KTO",
+    trainer="SorenKTOTrainer",
+    config="KTOConfig",
+    data="kto",
+    columns=("prompt", "completion"),
+    token_columns=("prompt_ids", "completion_ids"),
+    required_columns=(
+        "'prompt', 'completion' and 'label', true for a good answer and false for a bad one (or"
+        " 'messages' and 'label'); list columns of other names under `columns`"
+    ),
+    metrics=(
+        *("loss", "entropy", "kl", "thumbs_accuracy", "rewards/margins", "rewards/chosen"),
+        *("rewards/rejected", "logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"),
+    ),
+    shown={
+        "loss": "loss {:.4f}",
+        "rewards/margins": "margin {:.3f}",
+        "kl": "KL {:.3f}",
+        "thumbs_accuracy": "thumbs {:.1%}",
+    },
+    higher_is_better={"eval_loss": False},
+    passed_on={"label": "bool"},
+    num_forwards=3,  # the reference's, and both models' of answers to other prompts
+    keeps_order=True,
 )
 # SFT of plain texts, but for its metrics: TRL's accuracy and entropy are means over batches, and a
 # perplexity needs the mean over tokens.
@@ -149,4 +192,4 @@ PRETRAIN = replace(
     shown={"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"},
     higher_is_better={"eval_loss": False},
 )
-TASKS: dict[str, Task] = {task.name: task for task in (SFT, DPO, PRETRAIN)}
+TASKS: dict[str, Task] = {task.name: task for task in (SFT, DPO, KTO, PRETRAIN)}

@@ -104,6 +104,9 @@ def main(folder: Path) -> None:
     write_jsonl(data / "chat_train.jsonl", chats["train"])
     write_jsonl(data / "chat_test.jsonl", chats["test"])
     write_jsonl(data / "pairs_train.jsonl", pairs["train"])
+    # Of each pair one answer alone, as a product's log of thumbs has it.
+    thumbs = [thumb(row, is_good=i % 2 == 0) for i, row in enumerate(pairs["train"])]
+    write_jsonl(data / "thumbs_train.jsonl", thumbs)
     write_jsonl(data / "zoo_pairs" / "test.jsonl", pairs["test"])
     write_jsonl(data / "zoo_questions" / "test.jsonl", test)
     write_base(
@@ -176,6 +179,12 @@ def chat(question: str, answer: str) -> dict:
         "prompt_id": prompt_id(question),
         "messages": messages(question, answer),
     }
+
+
+def thumb(pair: dict, is_good: bool) -> dict:
+    """The preferred answer of a pair, labelled true, or the other one, labelled false."""
+    answer = pair["chosen" if is_good else "rejected"][-1]["content"]
+    return {"prompt": pair["prompt"], "completion": answer, "label": is_good}
 
 
 def pair(q: dict) -> dict:

@@ -169,6 +169,11 @@ _add_training(
     "dpo", f"Train on preference pairs, then evaluate.\n\n{_WITHOUT_RECIPE}", needs_recipe=False
 )
 _add_training(
+    "kto",
+    f"Train on answers with thumbs up or down, then evaluate.\n\n{_WITHOUT_RECIPE}",
+    needs_recipe=False,
+)
+_add_training(
     "pretrain",
     "Train on plain texts from random weights, and report the perplexity.",
     needs_recipe=True,

@@ -24,7 +24,7 @@ helped.
 Start     new        write a folder to start with: data, recipe, questions
           recipes, suites, docs, import
 Train     sft        train on conversations, then evaluate
-          dpo        train on preference pairs, then evaluate
+          dpo, kto   train on preference pairs; on thumbs up and down
           pretrain   train on plain texts, from random weights
           plan       show what a recipe or model would do and cost
 Judge     eval       evaluate models beside the checkpoints they started from

@@ -105,8 +105,8 @@ def token_lengths(dataset: Dataset) -> list[int]:
             for name in columns
         }
         if "prompt_ids" in own:
-            longer = np.maximum(own["chosen_ids"], own["rejected_ids"])
-            lengths += (own["prompt_ids"] + longer).tolist()
+            answers = [own[name] for name in columns if name != "prompt_ids"]
+            lengths += (own["prompt_ids"] + np.maximum.reduce(answers)).tolist()
         else:
             lengths += own["input_ids"].tolist()
     return lengths

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from ..core.errors import UserError
 from ..recipe import columns_text, example_of_names
-from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column, TaskName
+from ..tasks import OPTIONS, TASKS, THUMBS, TURN_KEYS, Column, TaskName
 from .turns import (
     InvalidExample,
     Turn,
@@ -34,7 +34,9 @@ Reader = Callable[[Example, tuple[str, ...]], Example]
 """Takes an example, by our names, and the columns to read; returns it in TRL's columns. Raises
 InvalidExample if it cannot be trained on."""
 PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
+PLAIN_LABELLED = "plain prompts and labelled answers, as turns"
 _PAIR, _COMPLETION = ("chosen", "rejected"), ("prompt", "completion")
+_LABELLED = (*_COMPLETION, "label")
 ALPACA = ("input", "history")
 """Alpaca's optional column, and LLaMA-Factory's: earlier questions with their answers."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -131,10 +133,10 @@ def recognize(
     data_format = _format(known, task)
     if data_format is None:
         raise UserError(f"{place}: {_no_format(example, known, task, mapping)}")
-    # `apply_chat_template: false` has a meaning for this format alone: its texts can be either
+    # `apply_chat_template: false` has a meaning for these formats alone: their texts can be either
     # rendered already or not.
-    if data_format.description == PLAIN_PAIRS and not apply_chat_template:
-        description = "plain prompts and pairs of answers, without a template"
+    if data_format.description in (PLAIN_PAIRS, PLAIN_LABELLED) and not apply_chat_template:
+        description = data_format.description.replace("as turns", "without a template")
         data_format = data_format._replace(
             description=description, outputs=data_format.inputs, read=_texts
         )
@@ -252,7 +254,7 @@ def _after_system(result: Example, text: Any) -> Example:
         return result
     check_text(text, "system")
     system = {"role": "system", "content": text}
-    for name in result.keys() - {"completion"}:
+    for name in result.keys() - {"completion", "label"}:
         if result[name][0]["role"] != "system":
             result[name] = [system, *result[name]]
         elif result[name][0] != system:
@@ -279,11 +281,12 @@ def _dialogues(example: Example, inputs: tuple[str, ...]) -> Example:
 
 def _texts(example: Example, inputs: tuple[str, ...]) -> Example:
     """Read a text, a prompt and its completion, or a prompt and two answers, without a template."""
-    for name in inputs:
-        check_text(example.get(name), name)
+    texts = {name: example.get(name) for name in inputs if name != "label"}
+    for name, text in texts.items():
+        check_text(text, name)
     if "chosen" in inputs:
         check_pair(example["chosen"], example["rejected"])
-    return {name: example[name] for name in inputs}
+    return texts | ({"label": _label(example)} if "label" in inputs else {})
 
 
 def _completion(example: Example, inputs: tuple[str, ...]) -> Example:
@@ -320,6 +323,39 @@ def _instruction(example: Example) -> list[Turn]:
             check_text(text, "history")
             turns.append({"role": role, "content": text})
     return [*turns, {"role": "user", "content": request}]
+
+
+def _labelled(example: Example, inputs: tuple[str, ...]) -> Example:
+    """Read a labelled answer: the last turn of a conversation, Alpaca's, or turns or texts."""
+    if "prompt" in inputs:
+        turns = {}
+        for name, role in zip(_COMPLETION, ("user", "assistant"), strict=True):
+            turns[name] = example.get(name)
+            if isinstance(turns[name], str):
+                check_text(turns[name], name)
+                turns[name] = [{"role": role, "content": turns[name]}]
+        result = _completion(turns, inputs)
+    elif "instruction" in inputs:
+        result = _alpaca(example, inputs)
+    else:
+        *prompt, answer = _conversation(example, inputs)["messages"]
+        result = {"prompt": prompt, "completion": [answer]}
+    if any("weight" in turn for turn in result["completion"]):
+        raise InvalidExample("the labelled answer has a weight; remove this key")
+    return result | {"label": _label(example)}
+
+
+def _label(example: Example) -> bool:
+    """Whether the answer is good. Raises InvalidExample if the label is none of THUMBS."""
+    value = example.get("label")
+    if value is None:
+        raise InvalidExample("no 'label'")
+    whole = int(value) if isinstance(value, bool | float) and value in (-1, 0, 1) else value
+    if (good := THUMBS.get(str(whole).strip().lower())) is None:
+        raise InvalidExample(
+            f"label is {repr(value)[:60]}; write true for a good answer, false for a bad one"
+        )
+    return good
 
 
 def _pair(example: Example, inputs: tuple[str, ...] = (), prefix: str = "") -> Example:
@@ -436,5 +472,34 @@ FORMATS: dict[str, tuple[Format, ...]] = {
             optional=ALPACA,
         ),
         Format("preference pairs", _PAIR, _PAIR, _pair),
+    ),
+    "kto": (
+        Format(
+            PLAIN_LABELLED,
+            _LABELLED,
+            _LABELLED,
+            _labelled,
+            lambda example: all(isinstance(example[name], str) for name in _COMPLETION),
+        ),
+        Format("prompts and labelled answers as turns", _LABELLED, _LABELLED, _labelled),
+        Format(
+            "Alpaca instructions and labelled outputs, as turns",
+            ("instruction", "output", "label"),
+            _LABELLED,
+            _labelled,
+            optional=ALPACA,
+        ),
+        Format(
+            "conversations whose last answer is labelled",
+            ("messages", "label"),
+            _LABELLED,
+            _labelled,
+        ),
+        Format(
+            "ShareGPT conversations whose last answer is labelled",
+            ("conversations", "label"),
+            _LABELLED,
+            _labelled,
+        ),
     ),
 }

@@ -74,6 +74,10 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
                 for token, is_trained in zip(ids, trained, strict=True)
             ]
             values: list[Any] = [ids, labels]
+        elif len(example.sides) == 1:
+            (ids, trained), *_ = example.sides
+            start = trained.index(True) if True in trained else len(ids)
+            values = [ids[:start], ids[start:]]
         else:
             chosen, rejected = (side.ids for side in example.sides)
             values = [
@@ -97,17 +101,17 @@ def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterato
                 (Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds)
             )
         else:
-            yield pair_of(dict(zip(TASKS[task].token_columns, parts, strict=True)))._replace(
-                left_out=tuple(kinds)
-            )
+            row = dict(zip(TASKS[task].token_columns, parts, strict=True))
+            yield answered(row)._replace(left_out=tuple(kinds))
 
 
-def pair_of(tokens: Mapping[str, list[int]]) -> EncodedExample:
-    """The pair in a row of TRL's columns prompt_ids, chosen_ids and rejected_ids."""
+def answered(tokens: Mapping[str, list[int]]) -> EncodedExample:
+    """The example in a row of TRL's columns prompt_ids, and completion_ids or chosen_ids and
+    rejected_ids.
+    """
     prompt = tokens["prompt_ids"]
-    return after_prompt(
-        prompt, [prompt + tokens["chosen_ids"], prompt + tokens["rejected_ids"]], len(prompt)
-    )
+    names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in tokens]
+    return after_prompt(prompt, [prompt + tokens[name] for name in names], len(prompt))
 
 
 def after_prompt(

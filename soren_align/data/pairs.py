@@ -1,7 +1,7 @@
-"""Faults and biases of preference pairs: copies, contradictions, and answers that their length
-gives away.
+"""Faults and biases of preference pairs and of labelled answers: copies, contradictions, and
+answers that their length gives away.
 
-Pairs are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes
+They are compared as the loss sees them: as tokens, truncated to max_length. A pair takes 24 bytes
 here, of hashes, and some more while they are sorted; no text is held in memory.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from scipy.stats import rankdata
 
-from ..core.errors import printable
+from ..core.errors import UserError, printable
 from .masks import EQUAL_ANSWERS, Tokens
 
 COPIED_SHARE = 0.01
@@ -147,8 +148,131 @@ class PairCounter:
         )
 
 
+@dataclass(frozen=True)
+class LabelStats:
+    """Numbers of labelled answers."""
+
+    num_good: int
+    num_bad: int
+    num_copies: int
+    """Answers that are equal to an earlier one, with the same prompt and label."""
+    num_contradictory: int
+    """Answers beside which there is the same one with the other label."""
+    length_auc: float
+    """The share of all pairs of a good and a bad answer in which the good one has more tokens;
+    equal lengths count as half."""
+    first: dict[str, int] = field(default_factory=dict)
+    """"copy", "contradictory" -> the index of the first such answer."""
+
+    def refuse_one_class(self, place: str) -> None:
+        """Raise UserError, starting with `place`, if all labels are equal."""
+        if not (self.num_good and self.num_bad):
+            label = "true" if self.num_good else "false"
+            raise UserError(
+                f"{place}: all {self.num_good + self.num_bad:,} labels are {label}, but KTO needs"
+                " good and bad answers; add the others, or train good answers by `soren-align sft`"
+            )
+
+    def notices(
+        self, dataset: Dataset, desirable_weight: float, undesirable_weight: float, repeats: bool
+    ) -> list[str]:
+        """A line about each number that matters. dataset: the counted examples, in TRL's columns.
+        The weights are TRL's; repeats: see `PairStats.notices`.
+        """
+        lines, num_all = [], self.num_good + self.num_bad
+        # Eq. 8 of the paper (arXiv:2402.01306): together, good answers weigh 1 to 4/3 of bad ones.
+        ratio = desirable_weight * self.num_good / (undesirable_weight * self.num_bad)
+        if not 0.995 <= ratio <= 1.34:
+            key, weight = "desirable_weight", self.num_bad / self.num_good
+            if weight < 1:
+                key, weight = "undesirable_weight", 1 / weight
+            lines.append(
+                f"{self.num_good:,} answers are labelled good and {self.num_bad:,} bad, so that"
+                f" one kind counts {max(ratio, 1 / ratio):.2g} times the other in the loss; to"
+                f" balance them, write trainer.{key}: {weight:.3g}"
+            )
+        if self.num_contradictory:
+            lines.append(
+                f"{self.num_contradictory:,} of {num_all:,} answers contradict another example:"
+                " prompt and answer are the same, but one is labelled good and one bad. All are"
+                f" trained on; the first one is {_place(dataset, self.first['contradictory'])}"
+            )
+        if self.num_copies >= COPIED_SHARE * num_all and self.num_copies and not repeats:
+            lines.append(
+                f"{self.num_copies:,} of {num_all:,} examples are copies of earlier ones, and are"
+                " trained on more than once; the first one is"
+                f" {_place(dataset, self.first['copy'])}"
+            )
+        chance = auc_error(self.num_good, self.num_bad)
+        if abs(self.length_auc - 0.5) >= max(LENGTH_AUC, SIGMAS * chance):
+            word = "longer" if self.length_auc > 0.5 else "shorter"
+            lines.append(
+                f"good answers are {word} than bad ones, so that length alone predicts the label"
+                f" (AUC {self.length_auc:.2f}, where 0.5 is chance): KTO may make the model's"
+                f" answers {word}"
+            )
+        return lines
+
+
+def auc(values: Sequence[float], labels: Sequence[bool]) -> float:
+    """The share of all pairs of a true and a false label in which the value of the true one is
+    larger; equal values count as half. 0.5 without both labels."""
+    is_true = np.asarray(labels, bool)
+    m, n = int(is_true.sum()), int((~is_true).sum())
+    if not (m and n):
+        return 0.5
+    return float((rankdata(values)[is_true].sum() - m * (m + 1) / 2) / (m * n))  # Mann-Whitney's U
+
+
+def auc_error(num_true: int, num_false: int) -> float:
+    """The standard deviation of `auc` by chance alone, without ties."""
+    return math.sqrt((num_true + num_false + 1) / (12 * max(1, num_true * num_false)))
+
+
+class LabelCounter:
+    """Counts labelled answers, one by one."""
+
+    def __init__(self) -> None:
+        self._keys, self._indices, self._lengths = array("Q"), array("q"), array("l")
+        self._labels = bytearray()
+
+    def add(self, index: int, side: Tokens, label: bool) -> None:
+        """Add an answer. side: after truncation."""
+        digest = hashlib.blake2b(array("q", side.ids).tobytes(), digest_size=8).digest()
+        self._keys.append(int.from_bytes(digest))
+        self._indices.append(index)
+        self._lengths.append(sum(side.trained))
+        self._labels.append(label)
+
+    def stats(self) -> LabelStats:
+        """Return the numbers of all answers."""
+        keys, is_good = np.frombuffer(self._keys, np.uint64), np.frombuffer(self._labels, bool)
+        is_copy = np.ones(len(keys), bool)
+        for label in (True, False):
+            own = np.flatnonzero(is_good == label)
+            is_copy[own[np.unique(keys[own], return_index=True)[1]]] = False
+        faults = {
+            "copy": is_copy,
+            "contradictory": np.isin(keys, keys[is_good]) & np.isin(keys, keys[~is_good]),
+        }
+        return LabelStats(
+            num_good=int(is_good.sum()),
+            num_bad=int((~is_good).sum()),
+            num_copies=int(is_copy.sum()),
+            num_contradictory=int(faults["contradictory"].sum()),
+            length_auc=auc(self._lengths, is_good),
+            first={
+                fault: self._indices[int(marks.argmax())]
+                for fault, marks in faults.items()
+                if marks.any()
+            },
+        )
+
+
 def _place(dataset: Dataset, index: int) -> str:
     """ "pair 7 ('What does an owl eat?')": its number, and the start of its prompt."""
     example: Any = dataset[index]
-    prompt = example["prompt"] if "prompt" in example else example["chosen"][-2]["content"]
-    return f"pair {index + 1:,} ({printable(' '.join(prompt.split())[:50])!r})"
+    prompt = example["prompt"] if "prompt" in example else example["chosen"][:-1]
+    prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    kind = "example" if "label" in example else "pair"
+    return f"{kind} {index + 1:,} ({printable(' '.join(prompt.split())[:50])!r})"

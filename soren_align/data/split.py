@@ -464,6 +464,13 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[TrainSplit], seed: int)
     return replace(whole, dataset=whole.dataset.select(indices), num_examples=num_examples)
 
 
+def shuffled(split: LoadedSplit, seed: int) -> LoadedSplit:
+    """The examples in another order."""
+    order = np.random.default_rng(seed).permutation(len(split.dataset)).tolist()
+    sources = tuple(split.source_indices[i] for i in order) if split.source_indices else ()
+    return replace(split, dataset=split.dataset.select(order), source_indices=sources)
+
+
 def joined(splits: Sequence[LoadedSplit], source: dict[str, Any]) -> dict[str, Any]:
     """The fields of a `LoadedSplit` of all examples of the splits.
     source: its keys, `path` aside.

@@ -18,7 +18,7 @@ from ..run.record import describe_truncation
 from ..tasks import TASKS, TaskName
 from .encode import BATCH_SIZE, encode
 from .masks import EQUAL_ANSWERS, LossMasks, last_visible, text_spans
-from .pairs import PairCounter, PairStats
+from .pairs import LabelCounter, LabelStats, PairCounter, PairStats
 
 HEAD, TAIL = 600, 200
 """Characters of a long text that are shown."""
@@ -64,6 +64,8 @@ class DatasetStats:
     """The largest token id of the kept examples, after truncation."""
     pairs: PairStats | None = None
     """The counts of preference pairs."""
+    labels: LabelStats | None = None
+    """The counts of labelled answers."""
 
     def describe_truncation(self) -> str:
         """Describe truncated examples."""
@@ -104,6 +106,8 @@ def dataset_stats(
     sums: Counter[str] = Counter()
     max_id, has_stop, first = -1, False, []
     pairs = PairCounter() if TASKS[task].answers else None
+    labels = LabelCounter() if "label" in TASKS[task].passed_on else None
+    good: Any = dataset["label"][:] if labels else ()
     batches: Any = dataset.iter(batch_size=BATCH_SIZE)
     encoded = (
         encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss)
@@ -126,6 +130,8 @@ def dataset_stats(
         sides = [side.truncated(max_length) for side in example.sides]
         if pairs:
             pairs.add(index, sides)
+        if labels:
+            labels.add(index, sides[0], good[index])
         kept_lengths.append(max(len(side.ids) for side in sides))
         num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
         sums["truncated"] += max_length is not None and example.length > max_length
@@ -169,6 +175,7 @@ def dataset_stats(
         num_unknown_tokens=sums["unknown"],
         max_token_id=max_id,
         pairs=pairs.stats() if pairs else None,
+        labels=labels.stats() if labels else None,
     )
 
 

@@ -202,9 +202,11 @@ def compute(
             mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
             activations = passes(checkpointing).num_bytes(sequences, longest) + mask
             flops = passes(checkpointing).num_flops(1, length)
-            # The reference model's pass, at each step or once before training.
-            if TASKS[recipe.task].has_reference:
-                flops += passes(False).num_flops(1, length, backward=False)
+            # The reference model's passes, at each step or once before training.
+            if num_forwards := TASKS[recipe.task].num_forwards:
+                if recipe.trainer.get("loss_type") == "apo_zero_unpaired":
+                    num_forwards = 1  # no answers to other prompts
+                flops += num_forwards * passes(False).num_flops(1, length, backward=False)
             without = (
                 passes(False).num_bytes(sequences, longest) + mask if checkpointing else activations
             )

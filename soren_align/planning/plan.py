@@ -230,6 +230,7 @@ def _data(recipe: Recipe, inputs: Inputs, num_trained: int) -> dict[str, Any]:
         "num_truncated_tokens": account.num_truncated_tokens,
         "num_unknown_tokens": account.num_unknown_tokens,
         "pairs": asdict(account.pairs) if account.pairs else None,
+        "labels": asdict(account.labels) if account.labels else None,
         "packing": asdict(inputs.ready.packing) if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,

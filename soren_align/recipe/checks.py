@@ -443,9 +443,11 @@ def _check_training(raw: _Raw) -> None:
         )
         raw.report(("trainer", "eval_packing"), message)
     strategy = trainer.get("train_sampling_strategy")
-    if raw.get("task") == "dpo" and strategy == "batch_rebalance":
-        message = "needs one length for each example, but a pair has two answers; remove this key"
+    if raw.get("task") in ("dpo", "kto") and strategy == "batch_rebalance":
+        message = "needs labels of tokens, which only SFT has; remove this key"
         raw.report(("trainer", "train_sampling_strategy"), message)
+    elif raw.get("task") == "kto" and trainer.get("loss_type") != "apo_zero_unpaired":
+        _check_kto(raw)
     message = extras.missing("liger_kernel", "remove this key")
     if trainer.get("use_liger_kernel") is True and message:
         raw.report(("trainer", "use_liger_kernel"), message)
@@ -486,6 +488,20 @@ def _check_training(raw: _Raw) -> None:
             ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"
         )
     _check_output_folder(raw)
+
+
+def _check_kto(raw: _Raw) -> None:
+    """Check what TRL's estimate of the KL divergence needs: the answers of neighbours in a batch."""
+    reason = "KTO estimates a divergence from the other answers of a batch"
+    if raw.get("trainer", "train_sampling_strategy") not in (None, "sequential"):
+        message = f"{reason}, which is made before training; remove this key"
+        raw.report(("trainer", "train_sampling_strategy"), f"{message} (the order is random)")
+    if raw.get("trainer", "per_device_train_batch_size") == 1:
+        key = ("trainer", "per_device_train_batch_size")
+        raw.report(key, f"is 1, but {reason}; write 2 or more")
+    if raw.get("data", "streaming") is not None:
+        message = f"{reason}, which a stream does not have in advance; remove this key"
+        raw.report(("data", "streaming"), message)
 
 
 def _check_evaluations(raw: _Raw) -> None:

@@ -13,6 +13,7 @@ from ..core import shipped
 from ..core.errors import UserError, did_you_mean
 from ..core.files import parse_json, read_text, resolve_path
 from ..core.yaml import parse_yaml
+from ..tasks import TASKS
 from . import trl
 from .schema import Recipe
 
@@ -342,8 +343,8 @@ def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
 def drops_last(recipe: Recipe, num_ranks: int) -> bool:
     """Whether an epoch ends without the examples that fill no micro-batch of all processes."""
     # Of a pair no label can be taken away: accelerate would repeat the epoch's first pairs.
-    are_pairs = recipe.data_task == "dpo" and not recipe.data.streaming
-    return bool(recipe.trainer.get("dataloader_drop_last")) or (are_pairs and num_ranks > 1)
+    are_judged = TASKS[recipe.task].has_reference and not recipe.data.streaming
+    return bool(recipe.trainer.get("dataloader_drop_last")) or (are_judged and num_ranks > 1)
 
 
 def left_out(recipe: Recipe, num_examples: int, num_ranks: int) -> str | None:

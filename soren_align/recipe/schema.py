@@ -118,10 +118,10 @@ ADAPTER = "adapter_config.json"
 
 
 class Recipe(Section):
-    """One run of SFT, DPO or pre-training."""
+    """One run of SFT, DPO, KTO or pre-training."""
 
     task: TaskName
-    """The command that runs the recipe: sft, dpo or pretrain."""
+    """The command that runs the recipe: sft, dpo, kto or pretrain."""
     extends: list[str] = []
     """Another recipe: a file, or the name of a recipe that comes with soren-align. If your recipe
     does not set a key, its value comes from the other recipe. In the recipe.yaml of a run folder,
@@ -131,8 +131,8 @@ class Recipe(Section):
     data: Data
     optimizer: Optimizer
     trainer: dict[str, Any] = {}
-    """The keys of TRL's SFTConfig (for SFT and pre-training) or DPOConfig, except those that belong
-    to other sections."""
+    """The keys of TRL's SFTConfig (for SFT and pre-training), DPOConfig or KTOConfig, except those
+    that belong to other sections."""
     run: "Run"
     eval: "Eval | None" = None
     """null: no evaluation after training."""

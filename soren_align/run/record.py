@@ -183,6 +183,13 @@ def describe_losses(training: dict[str, Any], *, with_updates: bool = False) -> 
             f"the model prefers the chosen answer in {preferences['share']:.0%} of "
             f"{preferences['num_pairs']:,} {pairs}, margin {preferences['margin']:.3g}"
         )
+    if thumbs := training.get("thumbs"):
+        start, end = thumbs["accuracies"]
+        texts.append(
+            f"of {thumbs['num_good']:,} good and {thumbs['num_bad']:,} bad held-out answers the"
+            f" model prefers the good one in {end:.0%} of all pairs, at the first evaluation in"
+            f" {start:.0%} (by chance in 50% +- {2 * thumbs['error']:.0%})"
+        )
     if with_updates and (updates := training.get("updates")):
         texts.append(
             f"matrix updates: cosine {updates['cosine_to_muon']:.3f} to Muon's, "

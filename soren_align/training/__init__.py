@@ -1,4 +1,4 @@
-"""SFT and DPO: TRL's trainers with our optimizers, from a recipe."""
+"""SFT, DPO and KTO: TRL's trainers with our optimizers, from a recipe."""
 
 import logging
 
@@ -9,6 +9,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not record.getMessage().startswith(_KERNELS)
 )
 
-from .trainer import SorenDPOTrainer, SorenSFTTrainer  # noqa: E402
+from .trainer import SorenDPOTrainer, SorenKTOTrainer, SorenSFTTrainer  # noqa: E402
 
-__all__ = ["SorenDPOTrainer", "SorenSFTTrainer"]
+__all__ = ["SorenDPOTrainer", "SorenKTOTrainer", "SorenSFTTrainer"]

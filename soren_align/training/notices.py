@@ -11,7 +11,7 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import data
 from ..core.errors import UserError
 from ..recipe import Recipe, columns_text, compute_dtype
-from ..recipe.parallel import gradient_notice
+from ..recipe.parallel import gradient_notice, trainer_value
 
 UNKNOWN_SHARE = 0.001
 """Share of unknown tokens from which a notice reports them. A tenth of a percent is a word in every
@@ -34,9 +34,14 @@ def setup_notices(
             "answer"
         )
     yield from _loss_notices(setup)
+    repeats = any(source.weight > 1 for source in recipe.data.sources)
     if counts.pairs:
-        repeats = any(source.weight > 1 for source in recipe.data.sources)
         yield from counts.pairs.notices(setup.splits.train.dataset, repeats=repeats)
+    if counts.labels:
+        good, bad = (
+            trainer_value(recipe, f"{kind}_weight") for kind in ("desirable", "undesirable")
+        )
+        yield from counts.labels.notices(setup.splits.train.dataset, good, bad, repeats)
     if packing:
         yield from packing.notices()
     yield from gradient_notice(recipe.run.parallel, compute_dtype(recipe))
@@ -94,13 +99,15 @@ def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
 
     train: the loaded examples. Raises UserError if there is no template.
     """
-    if data.PLAIN_PAIRS not in train.layout:
+    plain = next((f for f in (data.PLAIN_PAIRS, data.PLAIN_LABELLED) if f in train.layout), None)
+    if plain is None:
         return []
-    key, turns = "data.train.apply_chat_template", train.dataset[0]["chosen"]
+    key, first = "data.train.apply_chat_template", train.dataset[0]
+    turns = first["chosen"] if "chosen" in first else first["prompt"] + first["completion"]
     without = f"train the texts as they are, write {key}: false"
     if not tokenizer.chat_template:
         raise UserError(
-            f"{train.source['path']}: has {data.PLAIN_PAIRS}, but the tokenizer has no chat "
+            f"{train.source['path']}: has {plain}, but the tokenizer has no chat "
             f"template; write model.chat_template, or, to {without}"
         )
     # Texts that contain <|im_start|> and the like were rendered before: a second template around
@@ -108,7 +115,7 @@ def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if marks := sorted(mark for mark in special if any(mark in turn["content"] for turn in turns)):
         return [
-            f"the first pair contains {', '.join(marks)}, and is rendered with the chat template. "
+            f"the first example contains {', '.join(marks)}, and is rendered with the chat template. "
             f"If the texts are already rendered, write {key}: false"
         ]
     if all(source.apply_chat_template is not None for source in recipe.data.sources):

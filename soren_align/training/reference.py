@@ -263,7 +263,7 @@ def reference_key(trainer: Any, ranks: Ranks) -> str:
         weights_digest(model, ranks) if trainer.is_deepspeed_enabled else None,
         {**trainer.model.config.to_dict(), "_name_or_path": None},
         trainer.origin,  # the start and the whole recipe: other settings may change the last bits
-        [getattr(trainer.args, name) for name in _PRECOMPUTED_BY],
+        [getattr(trainer.args, name, None) for name in _PRECOMPUTED_BY],
         [
             LIBRARIES,
             str(device.type),
@@ -309,8 +309,10 @@ class ReferenceCheck(TrainerCallback):
             return
         self.is_pending = False
         logged = self.trainer._metrics["train"]
+        # Of labelled answers a step may have only good ones, or only bad ones.
         means = [
-            sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")
+            sum(logged[key]) / max(1, len(logged[key]))
+            for key in ("rewards/chosen", "rewards/rejected")
         ]
         counts = torch.stack(self._counts).sum(0).tolist()
         *rewards, num_tokens, num_answers = self.ranks.sums([*means, *counts])

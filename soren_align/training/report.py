@@ -12,6 +12,7 @@ from rich.console import Console
 from ..core.errors import UserError
 from ..core.files import file_sha256
 from ..core.text import count, print_labelled
+from ..data import auc_error
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, left_out, recipe_hash
 from ..recipe.perplexities import describe_published, load_perplexities
@@ -127,8 +128,9 @@ def _examples_record(setup: TrainingSetup) -> dict[str, Any]:
         examples[key] = getattr(counts, key)
     if setup.packing:
         examples["packing"] = asdict(setup.packing)
-    if counts.pairs:
-        examples["pairs"] = asdict(counts.pairs)
+    for key in ("pairs", "labels"):
+        if numbers := getattr(counts, key):
+            examples[key] = asdict(numbers)
     if setup.stream:
         preview = {"num_examples": train.num_examples, **examples}
         return {"preview": preview, **setup.stream.counts()}
@@ -305,6 +307,14 @@ def _losses(folder: RunFolder, trainer: Any, saved_step: int | None) -> dict[str
             }
         if folder.samples.is_file() and (changes := sample_changes(read_metrics(folder.samples))):
             losses["samples"] = changes
+    if "eval_thumbs_accuracy" in source:
+        good = sum(trainer.eval_dataset["label"][:])
+        losses["thumbs"] = {
+            "num_good": good,
+            "num_bad": num_examples - good,
+            "accuracies": [log["eval_thumbs_accuracy"] for log in (evaluations[0], source)],
+            "error": auc_error(good, num_examples - good),
+        }
     if contrasts := [log for log in history if "map_contrast" in log]:
         losses["updates"] = {key.removeprefix("map_"): contrasts[-1][key] for key in CONTRAST}
     return losses

@@ -212,6 +212,8 @@ def _count_training(
     recipe, train = setup.recipe, setup.splits.train
     packs = getattr(config, "packing", False)
     counts, packing = _count(setup, config, setup.tokens.train, train.source_indices, packs=packs)
+    if counts.labels and counts.num_kept:
+        counts.labels.refuse_one_class(train.source["path"])
     if counts.num_kept == 0:
         raise UserError(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
@@ -362,6 +364,8 @@ def load_splits(recipe: Recipe) -> Splits[data.LoadedSplit]:
         if isinstance(evaluation, HeldOut | HeldOutNumber):
             sources, held_out = data.hold_out(sources, **evaluation.model_dump())
         train = data.mix(sources, recipe.data.sources, seed)
+        if TASKS[recipe.task].keeps_order:  # a file may begin with all answers of one label
+            train = data.shuffled(train, seed)
     if isinstance(evaluation, DataSplit):
         # Of a dataset on the hub, no more than these examples is downloaded.
         if streaming is not None and evaluation.limit:

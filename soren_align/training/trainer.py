@@ -1,4 +1,5 @@
-"""TRL's SFTTrainer and DPOTrainer with this package's optimizers, and a trainer for pre-training.
+"""TRL's SFTTrainer, DPOTrainer and KTOTrainer with this package's optimizers, and a trainer for
+pre-training.
 
 TRL has no common way to pass an optimizer: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer
 does not, and DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that method.
@@ -22,10 +23,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, has_length
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..data import filled, filtered, pair_of, token_lengths, uncached, verified_values
+from ..data import answered, auc, filled, filtered, token_lengths, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..sharding import chain_of, set_strategy, sum_in_float32
@@ -370,10 +371,8 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
             self.add_callback(IsolationCheck(self.train_dataset, self.data_collator, place))
 
 
-class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
-    """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added
-    arguments.
-    """
+class ReferenceMixin(SorenTrainerMixin):
+    """SorenTrainerMixin for a loss with a reference model: checks it, and keeps its values."""
 
     def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
         # Before TRL's constructor, which computes the log-probabilities.
@@ -421,6 +420,12 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         with verified_values(dataset, self._reference_key, current_ranks().is_first):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
+
+class SorenDPOTrainer(ReferenceMixin, DPOTrainer):
+    """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added
+    arguments.
+    """
+
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
@@ -433,7 +438,71 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         # here.
         if args.truncation_mode != "keep_start":
             return dataset
-        return filtered(dataset, lambda pair: not pair_of(pair).drop_reason(args.max_length))
+        return filtered(dataset, lambda pair: not answered(pair).drop_reason(args.max_length))
+
+
+class SorenKTOTrainer(ReferenceMixin, KTOTrainer):
+    """trl.KTOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments.
+
+    An evaluation also logs `thumbs_accuracy`: the share of all pairs of a held-out good answer and
+    a held-out bad one in which the model gives the good one the higher mean log-probability of a
+    token. It needs no reference, so that the starting model has one too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._thumbs: list[tuple[float, bool]] = []  # of the evaluation that is running
+        super().__init__(*args, **kwargs)
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
+    ) -> Any:
+        """TRL's method; of tokens, the examples with a `drop_reason` are dropped.
+
+        The answer to another prompt, of which TRL estimates the KL divergence, is that of the
+        example before, within a batch of all ranks: TRL takes a batch of each rank, so that its
+        training would depend on their number.
+        """
+        if "prompt_ids" not in (dataset.column_names or ()):
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        kept = filtered(dataset, lambda one: not answered(one).drop_reason(args.max_length))
+        if not self.calculate_KL:
+            return kept
+
+        def rotated(batch: dict[str, Any]) -> dict[str, Any]:
+            own = batch["completion_ids"]
+            return {"KL_completion_ids": [own[-1], *own[:-1]]}
+
+        size = args.per_device_train_batch_size * current_ranks().num_ranks
+        with uncached():
+            return kept.map(rotated, batched=True, batch_size=size)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """TRL's loss; notes the log-probabilities of an evaluation's answers."""
+        if model.training:
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+        outputs = []
+
+        def noted(**inputs: Any) -> Any:
+            outputs.append(model(**inputs))
+            return outputs[-1]
+
+        noted.training = False
+        loss = super().compute_loss(noted, inputs, return_outputs, **kwargs)
+        # The last pass of the policy is that of the answers; TRL's first one is of the others.
+        num_tokens = inputs["completion_mask"][:, 1:].sum(-1)
+        means = outputs[-1].log_probs[:, -(inputs["input_ids"].size(1) - 1) :].sum(-1) / num_tokens
+        gathered = self.accelerator.gather_for_metrics((means, inputs["label"]))
+        self._thumbs += zip(*(values.tolist() for values in gathered), strict=True)
+        return loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """TRL's loop, with the accuracy in its metrics."""
+        self._thumbs, prefix = [], kwargs.get("metric_key_prefix", "eval")
+        output: Any = super().evaluation_loop(*args, **kwargs)
+        output.metrics[f"{prefix}_thumbs_accuracy"] = auc(*zip(*self._thumbs, strict=True))
+        return output
 
 
 class SorenPretrainer(SorenSFTTrainer):

@@ -141,7 +141,7 @@ def test_plain_pairs_need_a_template_or_the_key(prepared, monkeypatch):
     assert "write data.train.apply_chat_template: false" in lines[0]
     rendered = [{**row, "prompt": f"<|user|> {row['prompt']} <|end|>"} for row in CLEAN]
     notices = prepared(rendered).notices
-    assert any("the first pair contains <|end|>, <|user|>, and is rendered with" in notice for notice in notices)
+    assert any("the first example contains <|end|>, <|user|>, and is rendered with" in notice for notice in notices)
     setup = prepared(CLEAN, "data.train.apply_chat_template=false")
     assert set(setup.splits.train.dataset.column_names) == {"prompt", "chosen", "rejected"}
     assert not [notice for notice in setup.notices if "template" in notice]
