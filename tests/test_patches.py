@@ -5,7 +5,14 @@ import os
 
 import pytest
 from soren_align.core.patches import OVERRIDDEN, PATCHES, hub_offline, patched
-from soren_align.training.trainer import SorenDPOTrainer, SorenPretrainer, SorenSFTTrainer, SorenTrainerMixin
+from soren_align.training.trainer import (
+    ReferenceMixin,
+    SorenDPOTrainer,
+    SorenKTOTrainer,
+    SorenPretrainer,
+    SorenSFTTrainer,
+    SorenTrainerMixin,
+)
 from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 
@@ -25,9 +32,12 @@ def test_each_name_is_there_and_has_its_thread_and_its_end(name):
     assert patch.until
 
 
+TRAINERS = (SorenTrainerMixin, ReferenceMixin, SorenSFTTrainer, SorenDPOTrainer, SorenKTOTrainer, SorenPretrainer)
+
+
 def test_every_private_method_that_the_trainers_override_has_its_reason():
     overridden = set()
-    for trainer in (SorenTrainerMixin, SorenSFTTrainer, SorenDPOTrainer, SorenPretrainer):
+    for trainer in TRAINERS:
         for name in vars(trainer):
             is_private = name.startswith("_") and not name.startswith("__")
             if is_private and any(hasattr(library, name) for library in (Trainer, SFTTrainer, DPOTrainer)):

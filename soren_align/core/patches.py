@@ -139,6 +139,11 @@ OVERRIDDEN = {
         "pairs are tokens already, and those that max_length cuts to nothing are dropped",
         "DPOTrainer takes tokens, as SFTTrainer does (1.16 takes only texts and messages)",
     ),
+    "trl.KTOTrainer._prepare_dataset": Patch(
+        "examples are tokens already, and the answers to other prompts are those of a batch of all "
+        "ranks: of a rank's own, training would depend on their number",
+        "KTOTrainer takes tokens and rotates the answers of all ranks (1.16 does neither)",
+    ),
     "trl.DPOTrainer._precompute_ref_logps": Patch(
         "TRL's cache key is that of the weights alone, and under ZeRO 3 the same for all models",
         "TRL's key has the settings and sharded weights (1.16: only the state_dict)",

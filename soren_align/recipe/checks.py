@@ -444,7 +444,7 @@ def _check_training(raw: _Raw) -> None:
         raw.report(("trainer", "eval_packing"), message)
     strategy = trainer.get("train_sampling_strategy")
     if raw.get("task") in ("dpo", "kto") and strategy == "batch_rebalance":
-        message = "needs labels of tokens, which only SFT has; remove this key"
+        message = "needs one length for each example, which only those of SFT have; remove this key"
         raw.report(("trainer", "train_sampling_strategy"), message)
     elif raw.get("task") == "kto" and trainer.get("loss_type") != "apo_zero_unpaired":
         _check_kto(raw)

@@ -464,9 +464,9 @@ class SorenKTOTrainer(ReferenceMixin, KTOTrainer):
         """
         if "prompt_ids" not in (dataset.column_names or ()):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        kept = filtered(dataset, lambda one: not answered(one).drop_reason(args.max_length))
+        dataset = filtered(dataset, lambda one: not answered(one).drop_reason(args.max_length))
         if not self.calculate_KL:
-            return kept
+            return dataset
 
         def rotated(batch: dict[str, Any]) -> dict[str, Any]:
             own = batch["completion_ids"]
@@ -474,7 +474,7 @@ class SorenKTOTrainer(ReferenceMixin, KTOTrainer):
 
         size = args.per_device_train_batch_size * current_ranks().num_ranks
         with uncached():
-            return kept.map(rotated, batched=True, batch_size=size)
+            return dataset.map(rotated, batched=True, batch_size=size)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any

@@ -45,7 +45,7 @@ USERS_OWN = ["model.name_or_path=org/model", f"data={{train: {{path: '{CHAT}'}},
 def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     overrides = []
-    if name.startswith("quickstart/dpo"):  # it starts from what the SFT recipe makes
+    if name.startswith(("quickstart/dpo", "quickstart/kto")):  # it starts from what the SFT recipe makes
         overrides = ["model.name_or_path=org/model", "model.init_seed=null", "optimizer.aux_lr=1e-4"]
     if name.startswith(USERS_FILES):
         overrides = USERS_OWN
@@ -53,7 +53,8 @@ def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     loaded = recipe.load(name, overrides)
     pretrains = name.startswith(("llama-c4", "qwen3-0.6b", "paper-figures", "quickstart/stdlib"))
     is_dpo = name.startswith(("quickstart/dpo", "mistral"))
-    assert loaded.task == ("pretrain" if pretrains else "dpo" if is_dpo else "sft")
+    other = "kto" if name == "quickstart/kto" else "dpo" if is_dpo else "sft"
+    assert loaded.task == ("pretrain" if pretrains else other)
 
 
 def test_yaml_1_2_numbers_and_words(write):

@@ -34,7 +34,7 @@ class TinyRun:
     def __init__(self, path, task="sft", *overrides, ranks=Ranks()):
         self.ranks = ranks
         where = [f"run.output_dir={path}"]
-        if task == "dpo" and not any(o.startswith("model.name") for o in overrides):
+        if task in ("dpo", "kto") and not any(o.startswith("model.name") for o in overrides):
             where += ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
         if task == "pretrain":
             where += ["task=pretrain", "trainer.assistant_only_loss=false", f"data.train.path={texts(path.parent)}"]

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -146,6 +146,20 @@ def adapters(make):
         for task, start in (("sft", ()), ("dpo", (f"model.name_or_path={make.folder / 'alone-sft/model'}",))):
             make(f"{mode}-{task}", f"{task}-lora", *ADAPTERS, *start, f"run.parallel={mode}").train()
 
+
+def kto(make):
+    """Ten steps of KTO under every mode, in batches of 12 on all ranks."""
+    modes = ("fsdp2", "ddp", "zero2", "zero3") if make.ranks.num_ranks == 2 else ("ddp",)
+    for mode in modes:
+        with fsdp2_on_cpus() if mode == "fsdp2" else nullcontext():
+            size = f"trainer.per_device_train_batch_size={12 // make.ranks.num_ranks}"
+            trainer = make(f"{mode}-{make.ranks.num_ranks}", "kto", *LABELLED, size, f"run.parallel={mode}").trainer()
+            trainer.train()
+            trainer.save_model(str(make.folder / f"{mode}-{make.ranks.num_ranks}" / "model"))
+
+
+LABELLED = (*PARITY, "run.global_batch_size=12", "data.train.limit=150", "trainer.eval_strategy=steps")
+LABELLED += ("trainer.eval_steps=10", "run.log_spectra={}")
 
 WATCHED = ("data.train.limit=64", "trainer.eval_strategy=steps", "trainer.eval_steps=1", "data.eval.limit=8")
 WATCHED += ("trainer.save_steps=2", "run.early_stopping={patience: 1, threshold: 1}")
