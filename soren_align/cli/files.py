@@ -359,15 +359,15 @@ def import_(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name."),
+        typer.Option(metavar="TASK", help="sft, dpo or kto. Default: from the file's keys or name."),
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
     from ..core.document import with_modeline
     from ..importers import import_file
 
-    if task not in (None, "sft", "dpo"):
-        raise UserError(f"--task: found {task!r}; write sft or dpo")
+    if task not in (None, "sft", "dpo", "kto"):
+        raise UserError(f"--task: found {task!r}; write sft, dpo or kto")
     source = local_path(file)
     if not source.is_file():
         raise UserError(f"{file}: there is no such file; correct the path")

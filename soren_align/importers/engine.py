@@ -53,7 +53,7 @@ def convert(
     """The recipe that trains as `source` does.
 
     name, folder: the file's, without suffix; the task is taken from them if no key determines it.
-    task: sft or dpo, instead of the source's own. template_path: for an inline template, which the
+    task: sft, dpo or kto, instead of the source's own. template_path: for an inline template, which the
     caller writes. Raises UserError if the task is another or unknown, or if no dataset is named.
     """
     sections = [
@@ -112,7 +112,7 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     None if by none.
 
     TRL has one command for each task, so its files need not contain it. Raises UserError if the
-    task is neither SFT nor DPO, or if keys of both are there.
+    task is another than SFT, DPO and KTO, or if keys of two are there.
     """
     # From certain to likely: what the tool itself goes by, then keys that only one task has, then
     # columns, then names. A task of neither kind is refused first, whatever else the file has.
@@ -127,21 +127,23 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     others = [word for word in TABLES["other_tasks"].split() if word in words | flags]
     if others or flags:
         raise UserError(
-            f"this file trains with {[*others, *flags][0].upper()}, but only SFT and DPO are "
+            f"this file trains with {[*others, *flags][0].upper()}, but only SFT, DPO and KTO are "
             "supported; add --task dpo to convert the keys that DPO has too"
         )
-    if stage in ("sft", "dpo"):
+    if stage in ("sft", "dpo", "kto"):
         return stage
     if rl or "base_model" in flat:
-        return "dpo" if rl else "sft"
-    sft, dpo = trl.fields("sft").keys(), trl.fields("dpo").keys()
+        return "kto" if rl == "kto" else "dpo" if rl else "sft"
+    sft, dpo, kto = (trl.fields(task).keys() for task in ("sft", "dpo", "kto"))
     # TRL's own files do not name the task: keys that only one trainer has decide.
+    loss = flat.get("loss_type")
+    if (kto - dpo) & flat.keys() or loss in trl.fields("kto")["loss_type"].choices:
+        return "kto"
     keys_of = {
         "sft": (sft - dpo | {"max_seq_length"}) & flat.keys(),
         "dpo": (dpo - sft | {"max_prompt_length"}) & flat.keys(),
     }
     if "loss_type" in flat:
-        loss = flat["loss_type"]
         loss = loss[0] if isinstance(loss, list) and loss else loss
         keys_of["dpo" if loss in trl.fields("dpo")["loss_type"].choices else "sft"].add("loss_type")
     if keys_of["sft"] and keys_of["dpo"]:
@@ -150,18 +152,21 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
             f"({', '.join(sorted(keys_of['dpo']))}); add --task sft or --task dpo"
         )
     if keys_of["sft"] or keys_of["dpo"]:
-        return "sft" if keys_of["sft"] else "dpo"
+        # KTO's other keys are those of DPO too.
+        names_kto = "kto" in words and keys_of["dpo"] <= kto
+        return "sft" if keys_of["sft"] else "kto" if names_kto else "dpo"
     # The names of columns and splits, then those of file and folder.
     data = " ".join(
         str(flat[key]) for key in (*ROOTS, "dataset_splits", "dataset_train_split") if flat.get(key)
     )
-    for task, pattern in {"dpo": r"'chosen'|_prefs\b", "sft": r"'messages'|_sft\b"}.items():
-        if re.search(pattern, data):
-            return "sft" if task == "sft" else "dpo"
+    patterns: dict[TaskName, str] = {"kto": r"\bkto\b"}
+    patterns |= {"dpo": r"'chosen'|_prefs\b", "sft": r"'messages'|_sft\b"}
+    if task := next((task for task, pattern in patterns.items() if re.search(pattern, data)), None):
+        return task
     for place in (name, folder):
-        tasks = {"sft", "dpo"} & _words(place)
+        tasks: list[TaskName] = [task for task in patterns if task in _words(place)]
         if len(tasks) == 1:
-            return "sft" if "sft" in tasks else "dpo"
+            return tasks[0]
     return None
 
 
@@ -207,6 +212,9 @@ def _write(key: str, name: str, value: Any, target: str, c: Conversion) -> None:
         name in known and "None" in known[name].types and known[name].default is not None
     ):
         c.drop(key, "null has no effect")
+        return
+    if c.task == "kto" and ours == "train_sampling_strategy":
+        c.drop(key, "KTO's batches are those of one random order")
         return
     if section == "trainer" and ours not in known:
         c.drop(key, f"TRL's {TASKS[c.task].config} has no {ours}")

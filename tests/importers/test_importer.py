@@ -270,6 +270,12 @@ def test_an_unknown_key_is_always_listed(name, key, value, inside):
     ({"base_model": "a/c", "datasets": [{"path": "a/b"}]}, "x", "dpo", "sft"),
     ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "ipo"}, "x", "", "dpo"),
     ({"dataset_name": "a/b"}, "x", "", "sft"),
+    (DPO | {"output_dir": "out/mine-kto"}, "x", "", "kto"),
+    ({"dataset_name": "a/b", "loss_type": "apo_zero_unpaired"}, "x", "", "kto"),
+    ({"dataset_name": "trl-lib/kto-mix-14k"}, "x", "", "kto"),
+    ({"dataset_name": "a/b", "beta": 0.2, "desirable_weight": 1.5}, "x", "", "kto"),
+    ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "kto"}, "x", "", "kto"),
+    ({"model_name_or_path": "a/c", "stage": "kto", "dataset_name": "b"}, "x", "", "kto"),
 ])  # fmt: skip
 def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
     assert convert(given, name, folder).task == task
@@ -278,7 +284,6 @@ def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
 @pytest.mark.parametrize(("given", "folder", "message"), [
     (SFT | DPO, "", "the file has keys of SFT (max_seq_length) and keys of DPO (beta); add --task"),
     (DPO, "orpo", "this file trains with ORPO"),
-    (DPO | {"output_dir": "out/mine-kto"}, "", "this file trains with KTO"),
     ({"base_model": "a/b", "rl": "grpo"}, "", "this file trains with GRPO"),
     ({"base_model": "a/b", "reward_model": True}, "", "this file trains with REWARD"),
     ({"beta": 0.1}, "", "the file names no dataset"),
@@ -290,6 +295,23 @@ def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
 def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
     with pytest.raises(UserError, match=re.escape(message)):
         convert(given, "config_full", folder)
+
+
+@pytest.mark.parametrize("given", [
+    {"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "kto", "rl_beta": 0.2, "micro_batch_size": 4,
+     "kto_desirable_weight": 1.5, "kto_undesirable_weight": 2.0},
+    {"model_name_or_path": "a/c", "stage": "kto", "dataset_name": "b", "pref_beta": 0.2, "per_device_train_batch_size": 4,
+     "kto_chosen_weight": 1.5, "kto_rejected_weight": 2.0},
+    {"model_name_or_path": "a/c", "dataset_name": "a/b", "beta": 0.2, "per_device_train_batch_size": 4,
+     "desirable_weight": 1.5, "undesirable_weight": 2.0, "group_by_length": True},
+], ids=["Axolotl", "LLaMA-Factory", "TRL"])  # fmt: skip
+def test_kto_has_the_same_weights_from_every_tool(given):
+    made = convert(given, "x")
+    trainer = made.recipe["trainer"]
+    assert (made.task, trainer["beta"]) == ("kto", 0.2)
+    assert (trainer["desirable_weight"], trainer["undesirable_weight"]) == (1.5, 2.0)
+    assert "train_sampling_strategy" not in trainer
+    assert load_text(to_text(made, "x")).task == "kto"
 
 
 def test_orpo_is_refused_and_can_be_taken_as_dpo():
@@ -338,7 +360,7 @@ def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path)
     for arguments, message in (
         ((file, "mine.yaml"), "exists already"),
         (("nothing.yaml",), "no such file"),
-        ((file, "--task", "orpo"), "write sft or dpo"),
+        ((file, "--task", "orpo"), "write sft, dpo or kto"),
     ):
         assert message in run(*arguments, code=2).stderr
 
@@ -467,7 +489,7 @@ def test_the_defaults_of_llama_factory_are_taken_over(factory, text):
 @pytest.mark.parametrize(("text", "message"), [
     ("stage: sft\ndataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
     ("stage: sft\ndataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside this file"),
-    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this file trains with PT, but only SFT and DPO are"),
+    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this file trains with PT, but only SFT, DPO and KTO are"),
 ])  # fmt: skip
 def test_what_cannot_be_resolved_is_refused_with_the_remedy(factory, text, message):
     with pytest.raises(UserError) as caught:
