@@ -55,6 +55,12 @@ THUMBS = {
 """Labels of answers, in lower case -> whether the answer is good."""
 
 
+def thumb(label: object) -> bool | None:
+    """Whether a labelled answer is good; None if the label is none of THUMBS."""
+    whole = int(label) if isinstance(label, bool | float) and label in (-1, 0, 1) else label
+    return THUMBS.get(str(whole).strip().lower())
+
+
 @dataclass(frozen=True)
 class Task:
     """A way to train, by one of TRL's trainers."""

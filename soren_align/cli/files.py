@@ -17,7 +17,7 @@ from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
 from .grammar import refuse_options
-from .questions import Kind, Pair, keep_columns, kind_of, read_data, write_questions
+from .questions import Kind, OwnData, keep_columns, kind_of, read_data, write_questions
 
 recipes_app = typer.Typer(
     help="List or copy the recipes and studies that come with soren-align.",
@@ -123,19 +123,20 @@ def new(
     notices, are_facts = [], False
     if own:
         looks, reason = kind_of(own.pairs)
-        are_facts = (kind or looks) == "facts" and not (own.rejected or own.chats)
+        are_facts = (kind or looks) == "facts" and not (own.rejected or own.chats or own.thumbs)
         lines, notices = write_questions(
             target, own, kind or looks, is_pretrained=model is not None, rephrase=ask
         )
         notices = [*own.notices, *notices]
         print_labelled(stderr_console(), "read", f"{own.name}: {own.read_as}")
-        if not own.chats and not own.rejected:
+        if not (own.chats or own.rejected or own.thumbs):
             print_labelled(stderr_console(), "kind", KINDS[kind or looks].format(reason=reason))
     else:
         columns = ["trained", "rephrased", "preference", *["general"] * bool(model)]
+        (target / "kto.yaml").unlink()
         keep_columns(target / "questions", columns)
     for file in target.glob("*.yaml"):
-        _write_recipe(file, schema, model, own.pairs if own else [], are_facts=are_facts)
+        _write_recipe(file, schema, model, own, are_facts=are_facts)
     if model and not has_gpu():
         notices.append(
             "this machine has no GPU, so the recipes train on the CPU; comments in the recipes name"
@@ -149,7 +150,7 @@ def new(
         )
     for notice in notices:
         print_labelled(stderr_console(), "notice", notice)
-    names = [name for name in ("sft.yaml", "dpo.yaml") if (target / name).exists()]
+    names = [name for name in ("sft.yaml", "dpo.yaml", "kto.yaml") if (target / name).exists()]
     texts = {"folder": target, "schema": schema, "recipes": ", ".join(names)}
     typer.echo(printable(NEW_FILES.format(**texts, files="\n          ".join(lines))))
 
@@ -163,7 +164,7 @@ KINDS = {
 
 
 def _write_recipe(
-    file: Path, schema: str, model: str | None, pairs: list[Pair], *, are_facts: bool
+    file: Path, schema: str, model: str | None, own: OwnData | None, *, are_facts: bool
 ) -> None:
     """Write a copied recipe with the user's model, and with room for the longest example."""
     from ..core.document import parse, with_modeline
@@ -173,7 +174,7 @@ def _write_recipe(
     lines = file.read_text(encoding="utf-8").splitlines()
     values: dict[str, str] = {}
     if model:  # at the rates of a run without a recipe
-        task = next(task for task in ("sft", "dpo") if f"task: {task}" in lines)
+        task = next(task for task in ("sft", "dpo", "kto") if f"task: {task}" in lines)
         start = parse(
             (shipped.ROOT / f"configs/start/{task}.yaml").read_text(encoding="utf-8"), task, ""
         ).content
@@ -184,9 +185,15 @@ def _write_recipe(
         values |= {"max_length": str(start["trainer"]["max_length"])}
         if are_facts:  # a model learns single facts by heart in many small steps, or not at all
             values |= FACTS
-    elif pairs:  # a token is a byte; the template has about forty more
-        longest = max(len((prompt + reply).encode()) for prompt, reply in pairs) + 64
+    elif own:  # a token is a byte; the template has about forty more
+        texts = [*own.pairs, *((q, a) for q, each in own.thumbs.items() for a, _ in each)]
+        longest = max(len((prompt + reply).encode()) for prompt, reply in texts) + 64
         values = {"max_length": str(min(max(512, -(-longest // 128) * 128), TINY_LENGTH))}
+    if own and own.thumbs:  # good answers together count as much as bad ones
+        good = [good for each in own.thumbs.values() for _, good in each]
+        ratio = good.count(False) / good.count(True)
+        key = "desirable_weight" if ratio > 1 else "undesirable_weight"
+        values[key] = f"{max(ratio, 1 / ratio):.3g}"
     keys = [line.partition(":")[0].strip() for line in lines]
     lines = [
         f"  {key}: {values[key]}" if key in values else line
@@ -359,7 +366,9 @@ def import_(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="sft, dpo or kto. Default: from the file's keys or name."),
+        typer.Option(
+            metavar="TASK", help="sft, dpo or kto. Default: from the file's keys or name."
+        ),
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""

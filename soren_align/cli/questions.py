@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..core.errors import UserError
 from ..core.figures import short
 from ..core.text import count
-from ..tasks import ROLE_ALIASES, TURN_KEY_ALIASES
+from ..tasks import ROLE_ALIASES, TURN_KEY_ALIASES, thumb
 
 Kind = Literal["facts", "behaviour"]
 Pair = tuple[str, str]
@@ -66,6 +66,8 @@ class OwnData:
     """Other wordings, of a column of their own, each with its question."""
     rejected: dict[str, list[Pair]] = field(default_factory=dict)
     """Preferred and rejected answers by prompt; then `pairs` are prompts and preferred answers."""
+    thumbs: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)
+    """Answers by prompt, and whether each is good; then `pairs` are prompts and good answers."""
     notices: list[str] = field(default_factory=list)
 
 
@@ -79,6 +81,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         SPREADSHEET,
         data_files,
         first_records,
+        label_column,
         question_columns,
         spreadsheet,
     )
@@ -96,26 +99,39 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     rows, notices = _decoded(data, rows)
     notices += [sheets] * bool(sheets)
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    label = label_column(columns, rows)
     for column in ("messages", "conversations"):
+        if column in columns and label:
+            raise UserError(
+                f"--data: {data}: has conversations with thumbs in '{label}', of which no questions"
+                " can be made; run `soren-align kto --model MODEL --data FILE --output RUN`"
+            )
         if column in columns and question is None:
             return _conversations(data, rows, column)
-    names = question_columns(data, question, answer, rows)
+    unlabelled = [{k: v for k, v in row.items() if k != label} for row in rows]
+    names = question_columns(data, question, answer, unlabelled)
     chosen, rejected = (names.get(key, "") for key in ("chosen", "rejected"))
     keys = [names["instruction"], *([chosen, rejected] if chosen else [names["output"]])]
     # Alpaca's optional column, joined as in a training on the file itself.
     context = "input" if keys[0] == "instruction" and "input" in columns else ""
     texts, incomplete = [], []
     # Pairs have no rephrased column in their test.
-    unread = [column for column in columns if column not in (*keys, context) and not chosen]
+    others = [column for column in columns if column not in (*keys, context, label)]
+    unread = [] if chosen or label else others
     other = next((column for column in unread if column.strip().lower() in REPHRASED), "")
     rephrased: list[Pair] = []
+    thumbs: dict[str, list[tuple[str, bool]]] = defaultdict(list)
     for number, row in enumerate(rows, 1):
         place = f"--data: {data}: record {number}"
         cells = [_text(row.get(key), f"{place}, '{key}'") for key in keys]
         if context and row.get(context):
             cells[0] += f"\n{row[context]}"
-        if all(cells):
-            texts.append(cells)
+        good = thumb(row.get(label)) if label else True
+        if all(cells) and good is not None:
+            if label:
+                thumbs[cells[0]].append((cells[1], good))
+            if good:
+                texts.append(cells)
             if other and (wording := _text(row.get(other), f"{place}, '{other}'")):
                 rephrased.append((wording, cells[0]))
         else:
@@ -131,7 +147,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         pairs.setdefault(prompt, reply)
         if worse and reply != worse[0]:
             by_prompt[prompt].append((reply, worse[0]))
-    if not chosen and (repeated := len(texts) - len(pairs)):
+    if not (chosen or label) and (repeated := len(texts) - len(pairs)):
         notices.append(f"left out, because the question occurs before: {count(repeated, 'record')}")
     if chosen and (equal := len(texts) - sum(map(len, by_prompt.values()))):
         notices.append(f"left out, because both answers are equal: {count(equal, 'record')}")
@@ -141,9 +157,11 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
             f"column '{keys[0]}' as the prompt, '{chosen}' as the preferred answer, '{rejected}'"
             " as the rejected one"
         )
+    if label:
+        read_as += f", '{label}' as thumbs up or down"
     if rephrased:
         read_as += f", '{other}' as other wordings"
-    ignored = [column for column in columns if column not in (*keys, context, other)]
+    ignored = [column for column in others if column != other]
     read_as += f"; not read: {', '.join(ignored)}" if ignored else ""
     own = OwnData(
         name,
@@ -151,11 +169,11 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         [*pairs.items()],
         rephrased=rephrased,
         rejected=dict(by_prompt),
+        thumbs=dict(thumbs),
         notices=notices,
     )
-    _refuse_few(
-        data, len(by_prompt) if chosen else len(pairs), "prompts" if chosen else "questions"
-    )
+    number = len(by_prompt) if chosen else len(thumbs) if label else len(pairs)
+    _refuse_few(data, number, "prompts" if chosen or label else "questions")
     if len({reply for _, reply in own.pairs}) == 1:
         raise UserError(f"--data: {data}: all answers are equal; name a file with several answers")
     return own
@@ -281,10 +299,11 @@ def write_questions(
     # A fixed seed: the same file gives the same folder.
     draw = random.Random(0)
     train, columns, notices = _divide(own, kind, draw)
+    judged = columns.pop("thumbs", [])
     for record in columns["trained"] if own.systems else ():
         record["system"] = own.systems[record["question"]]
     waiting: dict[str, list[Record]] = {}
-    if kind == "facts" and not own.rejected and "rephrased" not in columns:
+    if kind == "facts" and not (own.rejected or own.thumbs) and "rephrased" not in columns:
         records = _rewordings(own, columns["trained"][:ENOUGH], rephrase)
         file = f"{target}/questions/rephrased/test.jsonl"
         if rephrase and records:
@@ -316,9 +335,23 @@ def write_questions(
             for better, worse in each
         ]
         lines.append(f"pairs.jsonl: {count(len(files['pairs.jsonl']), 'pair')} of {own.name}")
-    else:  # a sample's pairs would be trained beside the user's own data
-        for name in ("pairs.jsonl", "dpo.yaml"):
-            (target / name).unlink()
+    if own.thumbs:
+        held_out = {record["prompt"] for record in judged}
+        files["thumbs_test.jsonl"] = judged
+        files["thumbs.jsonl"] = [
+            {"prompt": prompt, "completion": reply, "label": good}
+            for prompt, each in own.thumbs.items()
+            if prompt not in held_out
+            for reply, good in each
+        ]
+        lines.append(
+            f"thumbs.jsonl: {count(len(files['thumbs.jsonl']), 'answer')} of {own.name};"
+            f" thumbs_test.jsonl: {len(judged)} others, to test"
+        )
+    # A sample's pairs would be trained beside the user's own data.
+    unused = [*["kto.yaml"] * (not own.thumbs), *["pairs.jsonl", "dpo.yaml"] * (not own.rejected)]
+    for name in unused:
+        (target / name).unlink()
     for name, records in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -399,6 +432,16 @@ def _divide(
             for prompt in prompts
             if prompt in held_out
             for better, worse in own.rejected[prompt][:1]
+        ]
+        train = [pair for pair in train if pair[0] not in held_out]
+    elif own.thumbs:
+        prompts = [*own.thumbs]
+        held_out = {*draw.sample(prompts, _num_held_out(len(prompts)))}
+        columns["thumbs"] = [
+            {"prompt": prompt, "completion": reply, "label": good}
+            for prompt in prompts
+            if prompt in held_out
+            for reply, good in own.thumbs[prompt]
         ]
         train = [pair for pair in train if pair[0] not in held_out]
     elif own.chats:

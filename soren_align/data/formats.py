@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from ..core.errors import UserError
 from ..recipe import columns_text, example_of_names
-from ..tasks import OPTIONS, TASKS, THUMBS, TURN_KEYS, Column, TaskName
+from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column, TaskName, thumb
 from .turns import (
     InvalidExample,
     Turn,
@@ -350,8 +350,7 @@ def _label(example: Example) -> bool:
     value = example.get("label")
     if value is None:
         raise InvalidExample("no 'label'")
-    whole = int(value) if isinstance(value, bool | float) and value in (-1, 0, 1) else value
-    if (good := THUMBS.get(str(whole).strip().lower())) is None:
+    if (good := thumb(value)) is None:
         raise InvalidExample(
             f"label is {repr(value)[:60]}; write true for a good answer, false for a bad one"
         )

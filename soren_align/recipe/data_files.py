@@ -15,7 +15,7 @@ from typing import Any, get_args
 from ..core import extras
 from ..core.errors import MissingError, UserError, did_you_mean, in_one_line
 from ..core.files import resolve_path
-from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
+from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column, thumb
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """Suffixes of data files. All but .parquet may be followed by .gz."""
@@ -200,6 +200,7 @@ _TEXT = "text message review sentence comment nachricht kommentar satz"
 _LABEL = "label class category sentiment kategorie klasse catégorie categoría"
 _CHOSEN = "chosen preferred good better accepted gut gute bessere bonne buena buona"
 _REJECTED = "rejected bad worse schlecht schlechte schlechtere mauvaise mala cattiva"
+_THUMBS = "label thumb thumbs feedback rating vote liked kto_tag daumen bewertung pouce pulgar"
 """Words of column names, in ten languages."""
 _ASKS = re.compile(r"[?？؟]")
 _KNOWN = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
@@ -263,6 +264,42 @@ def question_columns(
     elif not is_first:
         finding += ", or name the columns of preference pairs prompt, chosen and rejected"
     raise UserError(f"--data: {path}: {finding}")
+
+
+def label_column(names: Sequence[str], records: Records, *, by_name: bool = True) -> str | None:
+    """The one column that has thumbs, up and down; None if there is none, or several.
+
+    by_name: only a column with such a name: "active: yes" is no thumb.
+    """
+    found = []
+    for name in names if len(names) > 2 else ():  # beside a question and an answer
+        labels = {
+            thumb(value) for record in records if (value := record.get(name)) not in (None, "")
+        }
+        if labels == {True, False} and (not by_name or _has_word(name, _THUMBS)):
+            found.append(name)
+    return found[0] if len(found) == 1 else None
+
+
+def labelled_columns(
+    path: str, question: str | None = None, answer: str | None = None
+) -> dict[str, str]:
+    """`columns` for a file of questions, answers and labels, or {} if a recipe needs none for them;
+    otherwise as `question_columns`.
+    """
+    try:
+        name, file = next(iter(data_files(path).items()))
+        records = first_records(name, file, {}, MAX_ROWS)
+    except (UserError, OSError):
+        return {}
+    names = list(dict.fromkeys(column for record in records for column in record))
+    if "label" in names and ({"messages", "conversations", "completion"} & {*names}):
+        return {}
+    label = "label" if "label" in names else label_column(names, records, by_name=False)
+    if label is None:
+        return {}
+    rest = [{key: value for key, value in record.items() if key != label} for record in records]
+    return {**question_columns(path, question, answer, rest), "label": label}
 
 
 def _columns_remedy(names: Sequence[str], record: Mapping[str, Any]) -> str:

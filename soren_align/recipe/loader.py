@@ -24,7 +24,7 @@ from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
-from .data_files import question_columns
+from .data_files import labelled_columns, question_columns
 from .data_section import kind_of_eval
 from .model import is_local, recorded_quantization, refuse_unusable
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
@@ -141,23 +141,25 @@ def _name_columns(
     """Set the columns of a file of questions and answers, named by options or recognized."""
     # Values of a wrong type are left: the schema reports them.
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
-    if is_named and (source.content.get("task") != "sft" or isinstance(train, list)):
+    if is_named and (source.content.get("task") == "dpo" or isinstance(train, list)):
         raise UserError(
-            "--question, --answer: are for sft on one file; write `columns` into the recipe's data"
+            "--question, --answer: are for sft or kto on one file; write `columns` into the recipe's data"
             " section"
         )
     split: dict[str, Any] = train if isinstance(train, dict) else {}
-    may_name = is_named or (name_or_path is None and task == "sft" and "columns" not in split)
+    finds = {"sft": question_columns, "kto": labelled_columns}.get(str(source.content.get("task")))
+    may_name = is_named or (name_or_path is None and "columns" not in split)
     if (
         isinstance(path := split.get("path"), str)
         and may_name
-        and (own := question_columns(path, *columns))
+        and finds
+        and (own := finds(path, *columns))
     ):
         split["columns"] = own
         if not is_named:
             text = (
                 "column '{instruction}' is read as the instruction, column '{output}' as the answer"
-            )
+            ) + ", column '{label}' as its label" * ("label" in own)
             notify(f"--data {path}: {text.format(**own)}")
 
 

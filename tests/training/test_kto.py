@@ -100,9 +100,7 @@ def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resume
 
 
 def test_the_accuracy_is_that_of_a_plain_computation_at_the_start_and_at_the_end(tiny_run):
-    run = tiny_run(
-        "kto", "trainer.eval_strategy=steps", "trainer.eval_steps=6", "trainer.per_device_eval_batch_size=5"
-    )
+    run = tiny_run("kto", "trainer.eval_strategy=steps", "trainer.eval_steps=6", "trainer.per_device_eval_batch_size=5")
     start_folder = run.prepare().start
     trainer = run.trainer()
     held_out = trainer.eval_dataset
