@@ -394,7 +394,7 @@ def test_new_writes_into_new_or_empty_folders_only(tmp_path):
     (tmp_path / "empty").mkdir()
     command.run("new", "empty", cwd=tmp_path, code=0)
     names = {file.name for file in (tmp_path / "empty").iterdir()}
-    assert names == {file.name for file in NEW.iterdir()} | {"recipe.schema.json"}
+    assert names == {file.name for file in NEW.iterdir()} - {"kto.yaml"} | {"recipe.schema.json"}
     again = command.run("new", "empty", cwd=tmp_path, code=2)
     assert again.stdout == ""
     assert "empty: exists already; name a new folder, or an empty one" in again.stderr
@@ -426,3 +426,78 @@ def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu_if_there_is_
     assert (dpo["optimizer"]["lr"], dpo["trainer"]["num_train_epochs"]) == (5e-7, 1)
     for trainer in (sft.trainer, dpo["trainer"]):
         assert (trainer["bf16"], trainer.get("use_cpu", False)) == (has_gpu, not has_gpu)
+
+
+THUMBS = [
+    (f"What is in room {i}?", answer, thumb)
+    for i in range(30)
+    for answer, thumb in ((f"Books about {i}.", "👍"), (f"No idea, {i}?", "👎"))[: 1 + i % 3]
+]
+
+
+@pytest.fixture
+def thumbs(tmp_path):
+    with (tmp_path / "thumbs.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("Question", "Reply", "Feedback", "Page"), *((*row, "a") for row in THUMBS)])
+    return tmp_path / "thumbs.csv"
+
+
+def test_thumbs_become_examples_for_sft_and_kto_and_a_test_of_other_prompts(tmp_path, thumbs):
+    result = command.run("new", "mine", "--data", "thumbs.csv", cwd=tmp_path, code=0)
+    told = words(result.stdout + result.stderr)
+    assert (
+        "column 'Question' as the question, 'Reply' as the answer, 'Feedback' as thumbs up or down; not read: Page"
+        in told
+    )
+    folder = tmp_path / "mine"
+    rows = {name: [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            for name in ("chat.jsonl", "thumbs.jsonl", "thumbs_test.jsonl")}  # fmt: skip
+    judged = {row["prompt"] for row in rows["thumbs_test.jsonl"]}
+    trained = {row["prompt"] for row in rows["thumbs.jsonl"]}
+    assert not judged & trained
+    assert judged | trained == {row[0] for row in THUMBS}
+    everything = {(row["prompt"], row["completion"], row["label"])
+                  for name in ("thumbs.jsonl", "thumbs_test.jsonl") for row in rows[name]}  # fmt: skip
+    assert everything == {(question, answer, thumb == "👍") for question, answer, thumb in THUMBS}
+    assert {row["instruction"] for row in rows["chat.jsonl"]} == trained  # each prompt has a good answer
+    assert all(row["output"].startswith("Books") for row in rows["chat.jsonl"])
+    assert not (folder / "dpo.yaml").exists()
+    with contextlib.chdir(folder):
+        loaded = recipe.load("kto.yaml", ["model.name_or_path=org/model"])
+    assert loaded.trainer["desirable_weight"] == 1.0
+    bad = sum(thumb == "👎" for *_, thumb in THUMBS)
+    assert loaded.trainer["undesirable_weight"] == pytest.approx(30 / bad, abs=0.01)
+
+
+def test_a_column_of_yes_and_no_is_no_thumb(tmp_path):
+    rows = [
+        ("question", "answer", "active"),
+        *((f"What is {i}?", f"It is {i}.", "yes" if i % 2 else "no") for i in range(40)),
+    ]
+    with (tmp_path / "faq.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    own = read_data(str(tmp_path / "faq.csv"), None, None)
+    assert not own.thumbs
+    assert "not read: active" in own.read_as
+
+
+@pytest.mark.parametrize("task", ["sft", "kto"])
+def test_a_training_without_a_recipe_finds_the_thumbs_or_warns(task, tmp_path, thumbs):
+    notices = []
+    options = {"--model": "org/model", "--data": str(thumbs), "--output": str(tmp_path / "run")}
+    loaded = recipe.load(None, [], task, notices.append, options, (None, None))
+    columns = {"instruction": "Question", "output": "Reply"}
+    if task == "kto":
+        assert loaded.data.train.columns == {**columns, "label": "Feedback"}
+        assert any("column 'Feedback' as its label" in notice for notice in notices)
+    else:
+        assert loaded.data.train.columns == columns
+        assert any("it trains bad answers like good ones. To learn from both" in notice for notice in notices)
+
+
+def test_conversations_with_thumbs_are_left_to_kto(tmp_path):
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"id": i, "messages": turns, "label": bool(i % 2)} for i in range(30)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match="has conversations with thumbs in 'label'"):
+        read_data(str(tmp_path / "chats.jsonl"), None, None)

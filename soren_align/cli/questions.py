@@ -351,7 +351,7 @@ def write_questions(
     # A sample's pairs would be trained beside the user's own data.
     unused = [*["kto.yaml"] * (not own.thumbs), *["pairs.jsonl", "dpo.yaml"] * (not own.rejected)]
     for name in unused:
-        (target / name).unlink()
+        (target / name).unlink(missing_ok=True)
     for name, records in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

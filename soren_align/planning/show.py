@@ -10,6 +10,7 @@ from ..core.text import Table, count, estimated_time, print_labelled, with_prefi
 from ..data import DatasetStats, show_example
 from ..optim import spectral_share
 from ..run.record import describe_dropped, describe_held_out
+from ..tasks import TASKS
 from ..training.packing import Packing
 from ..training.report import describe_source
 from .flops import UTILIZATION
@@ -105,10 +106,10 @@ def _print_steps(plan: dict[str, Any], console: Console, full: bool) -> None:
         write("", f"learning rate {lr:g}{others}, schedule {schedule}")
 
 
-def describe_padding(compute: dict[str, Any]) -> str:
+def describe_padding(compute: dict[str, Any], task: str) -> str:
     """Return the share of the batches' tokens that is padding, and what would make it smaller."""
     text = f"{compute['padding']:.0%} of the tokens of the batches"
-    if compute["padding_if_grouped"] < compute["padding"] - 0.05:
+    if compute["padding_if_grouped"] < compute["padding"] - 0.05 and not TASKS[task].keeps_order:
         text += (
             f"; {compute['padding_if_grouped']:.0%} with trainer.train_sampling_strategy:"
             " group_by_length"
@@ -148,7 +149,7 @@ def _print_compute(plan: dict[str, Any], console: Console, full: bool) -> None:
             "; a small model takes longer" if plan["model"]["num_parameters"] < SMALL_MODEL else ""
         )
         if compute["padding"] >= 0.005:
-            write("padding", describe_padding(compute))
+            write("padding", describe_padding(compute, plan["task"]))
         write("time", f"about {times} (assumed: {compute['hours_assume']}{longer})")
         if full and not compute["maps_are_counted"]:
             write(

@@ -124,6 +124,8 @@ def _walk(folder: Path) -> Iterator[str]:
 # file that cannot be read at all.
 
 NUM_LINES, NUM_FILES = 50, 3
+MAX_ROWS = 100_000
+"""The most rows of a file that is read whole without torch."""
 MAX_LINE = 1 << 20
 """Bytes; a file with a longer line is left to the later checks."""
 
@@ -227,11 +229,7 @@ def question_columns(
     columns = {"instruction": question, "output": answer} if question and answer else {}
     is_first = records is None
     if records is None:
-        try:
-            name, file = next(iter(data_files(path).items()))
-            records = first_records(name, file, {})
-        except (UserError, OSError):
-            return columns
+        records = _first_of(path, NUM_LINES)
     names = list(dict.fromkeys(column for record in records for column in record))
     if missing := next((column for column in columns.values() if column not in names), None):
         hint = did_you_mean(missing, names, "write one of these columns")
@@ -271,14 +269,29 @@ def label_column(names: Sequence[str], records: Records, *, by_name: bool = True
 
     by_name: only a column with such a name: "active: yes" is no thumb.
     """
-    found = []
+    columns = []
     for name in names if len(names) > 2 else ():  # beside a question and an answer
         labels = {
             thumb(value) for record in records if (value := record.get(name)) not in (None, "")
         }
         if labels == {True, False} and (not by_name or _has_word(name, _THUMBS)):
-            found.append(name)
-    return found[0] if len(found) == 1 else None
+            columns.append(name)
+    return columns[0] if len(columns) == 1 else None
+
+
+def thumbs_of(path: str) -> str | None:
+    """The column of a file that has thumbs, by its name and its values; None if there is none."""
+    records = _first_of(path)
+    return label_column(list(dict.fromkeys(c for record in records for c in record)), records)
+
+
+def _first_of(path: str, most: int = MAX_ROWS) -> Records:
+    """The first records of the first of the files; none if they cannot be read."""
+    try:
+        name, file = next(iter(data_files(path).items()))
+        return first_records(name, file, {}, most)
+    except (UserError, OSError):
+        return ()
 
 
 def labelled_columns(
@@ -287,11 +300,7 @@ def labelled_columns(
     """`columns` for a file of questions, answers and labels, or {} if a recipe needs none for them;
     otherwise as `question_columns`.
     """
-    try:
-        name, file = next(iter(data_files(path).items()))
-        records = first_records(name, file, {}, MAX_ROWS)
-    except (UserError, OSError):
-        return {}
+    records = _first_of(path)
     names = list(dict.fromkeys(column for record in records for column in record))
     if "label" in names and ({"messages", "conversations", "completion"} & {*names}):
         return {}
@@ -340,10 +349,6 @@ def _of_two(names: Sequence[str], records: Records) -> list[str] | None:
     if abs(shares[0] - shares[1]) < 0.3:
         return None
     return [*names] if shares[0] > shares[1] else [*names[::-1]]
-
-
-MAX_ROWS = 100_000
-"""The most rows of a file that is read whole without torch."""
 
 
 def first_records(

@@ -24,7 +24,7 @@ from ..core.text import dotted, join_words
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
-from .data_files import labelled_columns, question_columns
+from .data_files import labelled_columns, question_columns, thumbs_of
 from .data_section import kind_of_eval
 from .model import is_local, recorded_quantization, refuse_unusable
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
@@ -140,6 +140,7 @@ def _name_columns(
 ) -> None:
     """Set the columns of a file of questions and answers, named by options or recognized."""
     # Values of a wrong type are left: the schema reports them.
+    is_sft = source.content.get("task") == "sft"
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") == "dpo" or isinstance(train, list)):
         raise UserError(
@@ -149,12 +150,13 @@ def _name_columns(
     split: dict[str, Any] = train if isinstance(train, dict) else {}
     finds = {"sft": question_columns, "kto": labelled_columns}.get(str(source.content.get("task")))
     may_name = is_named or (name_or_path is None and "columns" not in split)
-    if (
-        isinstance(path := split.get("path"), str)
-        and may_name
-        and finds
-        and (own := finds(path, *columns))
-    ):
+    path = split.get("path")
+    if name_or_path is None and is_sft and isinstance(path, str) and (label := thumbs_of(path)):
+        notify(
+            f"--data {path}: column '{label}' has thumbs, which sft does not read: it trains bad"
+            " answers like good ones. To learn from both, run `soren-align kto`"
+        )
+    if isinstance(path, str) and may_name and finds and (own := finds(path, *columns)):
         split["columns"] = own
         if not is_named:
             text = (

@@ -115,6 +115,13 @@ _ALL = (
         "small",
     ),
     Metric(
+        "eval_thumbs_accuracy",
+        "only with KTO: of all pairs of a held-out answer labelled good and one labelled bad, the "
+        "share in which the model gives the good one the higher mean log-probability of a token "
+        "(Mann-Whitney's AUC; an equal pair counts as half). It needs no reference, so the model "
+        "before training has one too. By chance it is 0.5",
+    ),
+    Metric(
         "kl_to_start",
         r"KL divergence KL(start \|\| model) of the distributions of the next token, in nats. It is"
         r" the mean over 256 "

@@ -184,11 +184,12 @@ def describe_losses(training: dict[str, Any], *, with_updates: bool = False) -> 
             f"{preferences['num_pairs']:,} {pairs}, margin {preferences['margin']:.3g}"
         )
     if thumbs := training.get("thumbs"):
-        start, end = thumbs["accuracies"]
+        start, end = thumbs["evaluations"]
+        when = f"at step {start['step']:,}" if start["step"] else "before training"
         texts.append(
             f"of {thumbs['num_good']:,} good and {thumbs['num_bad']:,} bad held-out answers the"
-            f" model prefers the good one in {end:.0%} of all pairs, at the first evaluation in"
-            f" {start:.0%} (by chance in 50% +- {2 * thumbs['error']:.0%})"
+            f" model prefers the good one in {end['accuracy']:.0%} of all pairs, {when} in"
+            f" {start['accuracy']:.0%} (by chance in 50% +- {2 * thumbs['error']:.0%})"
         )
     if with_updates and (updates := training.get("updates")):
         texts.append(

@@ -312,7 +312,10 @@ def _losses(folder: RunFolder, trainer: Any, saved_step: int | None) -> dict[str
         losses["thumbs"] = {
             "num_good": good,
             "num_bad": num_examples - good,
-            "accuracies": [log["eval_thumbs_accuracy"] for log in (evaluations[0], source)],
+            "evaluations": [
+                {"step": log["step"], "accuracy": log["eval_thumbs_accuracy"]}
+                for log in (evaluations[0], source)
+            ],
             "error": auc_error(good, num_examples - good),
         }
     if contrasts := [log for log in history if "map_contrast" in log]:

@@ -291,7 +291,8 @@ def test_a_misspelt_key_of_the_base_is_not_left_out_silently(write):
 def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data/boolq").mkdir(parents=True)  # boolq/lora's eval.data_root
-    overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"] * name.startswith("quickstart/dpo")
+    overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"]
+    overrides *= name.startswith(("quickstart/dpo", "quickstart/kto"))
     overrides += USERS_OWN * name.startswith(USERS_FILES)
     loaded = recipe.load(name, [*overrides, f"optimizer.name={optimizer}"])
     assert loaded.optimizer.name == optimizer

@@ -134,7 +134,8 @@ def test_a_run_reports_the_thumbs_before_and_after(tiny_run):
     assert thumbs["num_good"] + thumbs["num_bad"] == len(run.prepare().tokens.eval) == 72
     assert thumbs["error"] == auc_error(thumbs["num_good"], thumbs["num_bad"])
     said = " ".join(run.said.getvalue().split())
-    end = f"{thumbs['accuracies'][1]:.0%}"
+    end = f"{thumbs['evaluations'][1]['accuracy']:.0%}"
+    assert "of all pairs, before training in " in said
     assert f"good and {thumbs['num_bad']} bad held-out answers the model prefers the good one in {end} of all" in said
 
 
