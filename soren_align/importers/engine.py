@@ -159,10 +159,14 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName | N
     data = " ".join(
         str(flat[key]) for key in (*ROOTS, "dataset_splits", "dataset_train_split") if flat.get(key)
     )
-    patterns: dict[TaskName, str] = {"kto": r"\bkto\b"}
-    patterns |= {"dpo": r"'chosen'|_prefs\b", "sft": r"'messages'|_sft\b"}
-    if task := next((task for task, pattern in patterns.items() if re.search(pattern, data)), None):
-        return task
+    patterns: dict[TaskName, str] = {
+        "kto": r"\bkto\b",
+        "dpo": r"'chosen'|_prefs\b",
+        "sft": r"'messages'|_sft\b",
+    }
+    for task, pattern in patterns.items():
+        if re.search(pattern, data):
+            return task
     for place in (name, folder):
         tasks: list[TaskName] = [task for task in patterns if task in _words(place)]
         if len(tasks) == 1:

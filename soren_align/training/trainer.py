@@ -411,14 +411,14 @@ class ReferenceMixin(SorenTrainerMixin):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if not hasattr(dataset, "cache_files"):  # a stream, which TRL refuses
-            return super()._precompute_ref_logps(dataset, name, batch_size)
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
         # As TRL, which calls it when it is constructed, and reads and writes a cache beside the
         # tokens.
         # Once per run: hashing sharded weights is collective and reads all of them.
         if self._reference_key is None:
             self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
         with verified_values(dataset, self._reference_key, current_ranks().is_first):
-            return super()._precompute_ref_logps(dataset, name, batch_size)
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
 
 class SorenDPOTrainer(ReferenceMixin, DPOTrainer):
