@@ -106,9 +106,11 @@ def _extended(progress: Progress, console: Terminal, *, yes: bool) -> bool:
         if extension is None:
             return False
         for name, spaces in extension.spaces.items():
+            at_edge = progress.candidate(name, [r for r in runs if r.stage == "search"]).at_edge
             for key, values in spaces.items():
-                text = f"{name}: the selected {key} lies at an end of its space; further trials "
-                text += f"would have {values['low']:.3g} to {values['high']:.3g}"
+                where = "at an end of" if key in at_edge else "within"
+                text = f"{name}: the selected {key} lies {where} its space; further trials would"
+                text += f" have {values['low']:.3g} to {values['high']:.3g}"
                 print_labelled(console, "edge", text)
         if yes:
             progress.extend(extension)

@@ -6,6 +6,7 @@ the run folders. Callers hold the study's lock.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -55,7 +56,8 @@ class Extension:
 
     trials: int
     spaces: dict[str, dict[str, dict[str, Any]]]
-    """The interval, by candidate and key, beyond the end at which the best value lay."""
+    """The interval, by candidate and key: beyond the end at which the best value lay, or around the
+    best value, as wide."""
 
 
 def create(folder: Path, study: StudyFile) -> None:
@@ -167,6 +169,8 @@ class Progress:
         """Return the extension that would try values beyond the ends at which selected ones lie:
         half of the study's trials for every candidate. None if there is nothing to extend.
 
+        The others try values around their best one, as densely: drawn from their whole intervals,
+        the same number of trials would refine theirs less.
         runs: all of the study. A list of values cannot be extended, and neither can an interval that
         has been extended MOST_EXTENSIONS times, or whose recipe refuses the values beyond.
         """
@@ -175,10 +179,13 @@ class Progress:
         if not has_ended or len(self._extensions()) >= MOST_EXTENSIONS:
             return None
         spaces: dict[str, dict[str, dict[str, Any]]] = {}
+        extends = False
         for name in self.study.candidates:
             candidate = self.candidate(name, search)
-            for key, end in candidate.at_edge.items():
-                values = self.study.free(name)[key]
+            if candidate.selected is None:
+                continue
+            best = by_number(candidate.trials)[candidate.selected][0].parameters
+            for key, values in self.study.free(name).items():
                 if not isinstance(values, Range):
                     continue
                 for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
@@ -186,6 +193,9 @@ class Progress:
                         low = min(values.low, earlier["low"])
                         high = max(values.high, earlier["high"])
                         values = values.model_copy(update={"low": low, "high": high})
+                spaces.setdefault(name, {})[key] = around(values, best[key]).model_dump()
+                if (end := candidate.at_edge.get(key)) is None:
+                    continue
                 first = candidate.trials[0]
                 wider = beyond(values, [run.parameters[key] for run in candidate.trials], end)
                 drawn = {each: first.parameters[each] for each in self.study.free(name)}
@@ -193,8 +203,8 @@ class Progress:
                 outermost = replace(first, parameters=self.study.parameters(name, drawn))
                 with suppress(UserError):  # such as a momentum of more than 1
                     recipe_of_run(self.study, outermost)
-                    spaces.setdefault(name, {})[key] = wider.model_dump()
-        return Extension(max(2, self.study.search.trials // 2), spaces) if spaces else None
+                    spaces[name][key], extends = wider.model_dump(), True
+        return Extension(max(2, self.study.search.trials // 2), spaces) if extends else None
 
     def extend(self, extension: "Extension") -> None:
         """Add an extension: its trials are in the next `update`."""
@@ -329,3 +339,12 @@ def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
     if end == "low":
         return Range(low=low, high=min(tried), log=values.log)
     return Range(low=max(tried), high=high, log=values.log)
+
+
+def around(values: Range, best: float) -> Range:
+    """The interval around the best value that is WIDER of the interval's width, and in it."""
+    to_axis, to_value = (math.log, math.exp) if values.log else (float, float)
+    low, high, middle = (to_axis(value) for value in (values.low, values.high, best))
+    width = (high - low) * WIDER
+    start = min(max(middle - width / 2, low), high - width)
+    return Range(low=to_value(start), high=to_value(start + width), log=values.log)
