@@ -495,6 +495,16 @@ def test_a_training_without_a_recipe_finds_the_thumbs_or_warns(task, tmp_path, t
         assert any("it trains bad answers like good ones. To learn from both" in notice for notice in notices)
 
 
+@pytest.mark.parametrize(("labels", "shown"), [(("5", "2"), "5, 2"), (("👍", "👍"), "👍")])
+def test_stars_and_one_kind_of_thumbs_are_one_sentence(tmp_path, thumbs, labels, shown):
+    text = thumbs.read_text().replace("👍", labels[0]).replace("👎", labels[1])
+    thumbs.write_text(text)
+    options = {"--model": "org/model", "--data": str(thumbs), "--output": str(tmp_path / "run")}
+    message = f"column 'Feedback' has {shown}, but kto needs labels of both kinds"
+    with pytest.raises(UserError, match=re.escape(message)):
+        recipe.load(None, [], "kto", lambda notice: None, options, (None, None))
+
+
 def test_conversations_with_thumbs_are_left_to_kto(tmp_path):
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
     rows = [{"id": i, "messages": turns, "label": bool(i % 2)} for i in range(30)]

@@ -306,6 +306,13 @@ def labelled_columns(
         return {}
     label = "label" if "label" in names else label_column(names, records, by_name=False)
     if label is None:
+        if named := [name for name in names if _has_word(name, _THUMBS)]:
+            values = dict.fromkeys(str(record.get(named[0])) for record in records)
+            raise UserError(
+                f"--data: {path}: column '{named[0]}' has {', '.join(values)[:60]}, but kto needs"
+                " labels of both kinds: true for good answers, false for bad ones; change this"
+                " column"
+            )
         return {}
     rest = [{key: value for key, value in record.items() if key != label} for record in records]
     return {**question_columns(path, question, answer, rest), "label": label}
