@@ -34,7 +34,7 @@ NEW_FILES = """\
 written   {folder}
           {recipes} ({schema}: for editors)
           {files}
-next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
+next      in {folder}: soren-align plan sft.yaml, then {commands}
           soren-align docs own-data"""
 
 
@@ -151,7 +151,8 @@ def new(
     for notice in notices:
         print_labelled(stderr_console(), "notice", notice)
     names = [name for name in ("sft.yaml", "dpo.yaml", "kto.yaml") if (target / name).exists()]
-    texts = {"folder": target, "schema": schema, "recipes": ", ".join(names)}
+    commands = ", ".join(f"soren-align {Path(name).stem} {name}" for name in names)
+    texts = {"folder": target, "schema": schema, "recipes": ", ".join(names), "commands": commands}
     typer.echo(printable(NEW_FILES.format(**texts, files="\n          ".join(lines))))
 
 
