@@ -207,7 +207,7 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message
      "--jobs, --yes: have no effect with --report, which starts no runs; remove these options"),
     ("plan quickstart/compare --full", "--full: has no effect on a study; remove this option"),
     ("plan quickstart/sft --full --json", "--full: has no effect with --json, which prints everything; remove this"),
-    ("show --full --json", "--full: has no effect with --json"), ("spectrum r --json --full", "--full: has no effect"),
+    ("show --full --json", "--full: has no effect with --json"),
     ("new mine --question a --answer b", "--question, --answer: have no effect without --data; add --data FILE"),
     ("stats a b --json --markdown", "--markdown: has no effect with --json"),
     ("stats a b --metric acc --score s", "--metric: has no effect with --score, which names the column"),

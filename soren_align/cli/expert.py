@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..core.errors import UserError
-from .grammar import WITH_JSON, AsJson, refuse_options
+from .grammar import AsJson, refuse_options
 
 
 def reshard(
@@ -23,7 +23,6 @@ def reshard(
 
 
 def spectrum(
-    context: typer.Context,
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")
     ],
@@ -35,18 +34,12 @@ def spectrum(
             help="Show only matrices of this name: '*q_proj*'. You can repeat this option.",
         ),
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Show every matrix, not only the means.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare every map with the exact sigmoid on a run's momenta, without training."""
-    # An option without an effect is refused: who writes it expects something of it.
-    if as_json:
-        refuse_options(context, ["full"], WITH_JSON)
     from ..launch import commands
 
-    commands.spectrum(run, matrices or ["*"], full=full, as_json=as_json)
+    commands.spectrum(run, matrices or ["*"], as_json=as_json)
 
 
 def lr(

@@ -528,11 +528,8 @@ def merge(run: str) -> None:
         print_labelled(console, "", ", ".join(steps))
 
 
-def spectrum(run: str, globs: list[str], *, full: bool, as_json: bool) -> None:
-    """Show the output of every map on the spectra of a run, without training, in tables or JSON.
-
-    full: the numbers of every matrix, in place of their means.
-    """
+def spectrum(run: str, globs: list[str], *, as_json: bool) -> None:
+    """Show the output of every map on the spectra of a run, without training, in a table or JSON."""
     folder = RunFolder(run)
     folder.record()
     with folder.locked(shared=True):
@@ -549,5 +546,4 @@ def spectrum(run: str, globs: list[str], *, full: bool, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps({"source": source, "spectra": records}, indent=2) + "\n")
     else:
-        show = spectra.tables if full else spectra.summary
-        Terminal().print(show(source, records), highlight=False)
+        Terminal().print(spectra.summary(source, records), highlight=False)

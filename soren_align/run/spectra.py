@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
@@ -35,11 +35,7 @@ SHARES = (0.01, 0.001)
 """Shares of nu, the norm by which `minimax` divides; the table counts the modes below them."""
 EXACT = "exact"
 WIDTH = 80
-"""The tables' width in characters."""
-NOTE = """\
-nu: the norm (sum of sigma^8)^(1/8), by which minimax divides the matrix
--: the momentum is zero, so mean and extremes do not include this matrix
-Muon's output is halved, as match_rms_adamw halves Muon's output"""
+"""The table's width in characters."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ def summary(source: str, records: Sequence[dict[str, Any]]) -> Group:
     about = (
         "distance and cosine: between the outputs of the map and of the exact sigmoid. size: norm"
         " of the map's output, divided by its norm if all singular values were 1/2. Muon's output"
-        " is halved, as match_rms_adamw halves it. --full shows every matrix"
+        " is halved, as match_rms_adamw halves it. --json has every matrix"
     )
     title = f"{count(len(records), 'spectrum', 'spectra')} of {source}"
     notes = Text("\n" + textwrap.fill(about, WIDTH), style="dim")
@@ -274,37 +270,3 @@ def _mean_and_extreme(
         [f"{key}, {name}", *(number(function(c) if c else None, form) for c in columns)]
         for name, function in (("mean", fmean), (word, extreme))
     ]
-
-
-def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
-    """The measurements of every matrix in four tables."""
-    names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
-    keys = [[name, str(record["step"])] for name, record in zip(names, records, strict=True)]
-    header = ["matrix", "step", "shape", "largest", *(f"< {share:g} nu" for share in SHARES)]
-    rows = []
-    for key, record in zip(keys, records, strict=True):
-        shape = " x ".join(map(str, record["shape"]))
-        shares = (number(share, ".0%") for share in record["below"].values())
-        rows.append([*key, shape, f"{record['largest']:.1e}", *shares])
-    parts = [_table("singular values, and the share of small ones", header, rows)]
-    for title, quantity, form, extreme, word in MEASURES:
-        labels = [label for label in records[0]["maps"] if label != EXACT or quantity == "size"]
-        rows = [
-            [*key, *(number(record["maps"][label][quantity], form) for label in labels)]
-            for key, record in zip(keys, records, strict=True)
-        ]
-        for first, *cells in _mean_and_extreme(records, labels, quantity, form, extreme, word):
-            rows.append([first.partition(", ")[2], "", *cells])
-        header = ["matrix", "step", *(label.replace(" ", "\n") for label in labels)]
-        parts.append(_table(title, header, rows))
-    return Group(Text(f"spectra of {source}", style="dim"), *parts, Text(f"\n{NOTE}", style="dim"))
-
-
-def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableType:
-    """A table whose first column has the room that the others leave."""
-    columns = [*zip(header, *rows, strict=True)][1:]
-    room = WIDTH - sum(
-        1 + max(len(line) for cell in column for line in cell.split("\n")) for column in columns
-    )
-    rows = [[r[0] if len(r[0]) <= room else f"...{r[0][3 - room :]}", *r[1:]] for r in rows]
-    return Table(header, rows, title).rich(collapse_padding=True)
