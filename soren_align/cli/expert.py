@@ -107,6 +107,13 @@ def doctor(
             metavar="DIR", help="The folder of doctor.json, on the file system of your runs."
         ),
     ] = "runs/doctor",
+    capture: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write who has and updates which matrix, and all collectives, to this file.",
+        ),
+    ] = None,
 ) -> None:
     """Check whether this machine is fit to train, in a minute or two.
 
@@ -114,4 +121,4 @@ def doctor(
     """
     from ..doctor import run
 
-    raise typer.Exit(run.doctor(processes, output=output))
+    raise typer.Exit(run.doctor(processes, output=output, capture=capture))

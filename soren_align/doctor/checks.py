@@ -24,12 +24,13 @@ class Machine:
     """The facts about this machine that the checks need.
 
     folder: temporary files are in it. num_processes: of the collectives. num_gpus: visible ones;
-    with none, the checks run on the CPU.
+    with none, the checks run on the CPU. capture: the file of the check of this name, or "".
     """
 
     folder: Path
     num_processes: int
     num_gpus: int
+    capture: str = ""
 
     @property
     def device(self) -> str:
@@ -70,11 +71,12 @@ CHECKS = {
     "libraries": ("system.libraries", 60),
     "file system": ("system.file_system", 60),
     "ranks": ("ranks.ranks", 240),
+    "capture": ("ranks.capture", 240),
     "maps": ("maps.maps", 120),
     "speed": ("maps.speed", 60),
 }
 """The function, `module.function`, and the time limit in seconds of each check, in the order in
-which they run: what others need comes first."""
+which they run: what others need comes first. `capture` runs only with --capture."""
 
 
 def findings(name: str, machine: Machine) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Collectives between processes of this machine: gloo on CPUs, NCCL on GPUs, right to the bit,
 their bandwidth, and ten sharded steps beside those of one process.
 
-A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE, with RANK and the
-like set.
+A rank is a process of its own: python -m soren_align.doctor.ranks DEVICE FILE [capture], with RANK
+and the like set.
 """
 
 import json
@@ -11,18 +11,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.text import count
-from .checks import Finding, Machine, judged, skipped
+from .checks import Finding, Machine, judged, last_line, skipped
 
 NUM_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements of a tensor in float32."""
 NUM_ROUNDS = {"cpu": 5, "cuda": 10}
 RANKS_SECONDS = 100.0
 """The limit of all ranks, of which importing torch on a busy machine takes a minute."""
+CAPTURE_SECONDS = 200.0
+"""The same for a capture, which starts DeepSpeed too."""
 MAX_FLAG_SECONDS = 0.1
 """The limit of the small all-reduce of each training step; on one machine it takes less than 1
 ms."""
@@ -45,50 +47,61 @@ def ranks(machine: Machine) -> Iterator[Finding]:
         yield skipped("NCCL", "no GPUs")
 
 
+def capture(machine: Machine) -> Iterator[Finding]:
+    """Write `machine.capture`: a step of each sharding strategy (sharding/capture.py)."""
+    backend, device, num_ranks = "gloo", "cpu", max(2, machine.num_processes)
+    if machine.num_gpus:
+        backend, device, num_ranks = "NCCL", "cuda", min(machine.num_processes, machine.num_gpus)
+    file = Path(machine.capture)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # of an earlier capture
+    problem = _run_ranks(num_ranks, [device, str(file), "capture"], CAPTURE_SECONDS)
+    reason = f"{problem}; report this line with the file, which has the strategies before"
+    name = f"capture, {backend}, {count(num_ranks, 'process', 'processes')}"
+    yield judged(name, file.name, "a step of each strategy", not problem, reason)
+
+
 def _collectives(backend: str, device: str, num_ranks: int, folder: Path) -> Iterator[Finding]:
-    # A port that is free now: another job of this machine may hold a fixed one.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = os.environ | {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "OMP_NUM_THREADS": "1",
-    }
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
-    # A rank is a process without a launcher: what is tested is the network, not torchrun.
-    processes, output = [], folder / "ranks.json"
+    output = folder / "ranks.json"
     output.unlink(missing_ok=True)
-    for rank in range(num_ranks):
-        command = [sys.executable, "-m", "soren_align.doctor.ranks", device, str(output)]
-        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
-    end, messages = time.monotonic() + RANKS_SECONDS, []
-    for rank, process in enumerate(processes):
-        try:
-            errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
-            if process.returncode:
-                lines = [line for line in errors.splitlines() if line.strip()] or [
-                    f"exit code {process.returncode}"
-                ]
-                messages.append(f"rank {rank}: {lines[-1]}")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            messages.append(f"rank {rank} did not end within {RANKS_SECONDS:.0f} s")
-    if messages or not output.is_file():
-        remedy = (
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the"
-            " processes"
-        )
-        reason = f"{backend} fails between {num_ranks} processes ({messages[0]}); {remedy}"
+    problem = _run_ranks(num_ranks, [device, str(output)], RANKS_SECONDS)
+    if problem or not output.is_file():
         name = f"{backend}, {count(num_ranks, 'process', 'processes')}"
+        reason = f"{backend} fails between {num_ranks} processes ({problem}); set"
+        reason += " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects them"
         yield Finding(name, "an error", "results of each rank", "FAILED", reason)
         return
     results = json.loads(output.read_text())
     output.unlink()
     yield from judged_results(backend, device, num_ranks, results)
+
+
+def _run_ranks(num_ranks: int, arguments: Sequence[str], seconds: float) -> str:
+    """Run `main` with these arguments on each rank; return the first rank's problem, or ""."""
+    # A port that is free now: another job of this machine may hold a fixed one.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env |= {"ACCELERATE_USE_CPU": "true"} if arguments[0] == "cpu" else {}
+    # A rank is a process without a launcher: what is tested is the network, not torchrun.
+    processes = []
+    for rank in range(num_ranks):
+        command = [sys.executable, "-m", "soren_align.doctor.ranks", *arguments]
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
+    end, problems = time.monotonic() + seconds, []
+    for rank, process in enumerate(processes):
+        try:
+            errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+            if code := process.returncode:
+                problems.append(f"rank {rank}, exit code {code}: {last_line(errors)}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            problems.append(f"rank {rank} did not end within {seconds:.0f} s")
+    return problems[0] if problems else ""
 
 
 def judged_results(
@@ -113,12 +126,8 @@ def judged_results(
         line = f"{backend} {name}, {count(num_ranks, 'process', 'processes')}"
         yield judged(line, measured, expected, passes, problem)
     if (difference := results.get("difference")) is not None:
-        reason = (
-            f"{NUM_STEPS} steps with matrices sharded by {backend} are others than those of one"
-        )
-        reason += (
-            f" process: a weight differs by {difference:.2g}; do not train with several processes"
-        )
+        reason = f"{NUM_STEPS} steps with matrices sharded by {backend} are others than those of"
+        reason += f" one process: a weight differs by {difference:.2g}; train with one process"
         name = f"parity, {backend}, {count(num_ranks, 'process', 'processes')}"
         expected = f"<= {TOLERANCE:g} from one process"
         yield judged(name, f"{difference:.1e}", expected, difference <= TOLERANCE, reason)
@@ -166,13 +175,24 @@ def sharded_difference(device: str) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. The first writes what all have measured."""
+    """One rank. The first writes what all have measured, or captured."""
     import torch
     import torch.distributed as dist
 
     from ..sharding.ranks import current_ranks, init_process_group
 
-    device, output = arguments
+    device, output, *jobs = arguments
+    if jobs:
+        from ..sharding.capture import captures
+
+        init_process_group(CAPTURE_SECONDS)
+        group = current_ranks()
+        # After each strategy: ranks that fail leave those before it.
+        for content in captures(device):
+            if group.is_first:
+                Path(output).write_text(json.dumps(content) + "\n")
+        group.destroy()
+        return
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     init_process_group(RANKS_SECONDS)
     group = current_ranks()

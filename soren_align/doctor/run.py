@@ -26,11 +26,11 @@ STOP_SECONDS = 20.0
 """The time for a check's process, and the ranks that it started, to end after SIGTERM."""
 
 
-def doctor(num_processes: int | None, *, output: str) -> int:
+def doctor(num_processes: int | None, *, output: str, capture: str | None = None) -> int:
     """Check this machine; return the exit code: 0, or 1 if a check failed.
 
     num_processes: None: one per GPU, or 2 without GPUs. output: a folder, best on the file system
-    of future runs.
+    of future runs. capture: a file for the step of each sharding strategy.
     """
     folder = Path(output).absolute()
     try:
@@ -39,11 +39,14 @@ def doctor(num_processes: int | None, *, output: str) -> int:
         finding = f"cannot be created ({error.strerror})"
         raise UserError(f"--output {output}: {finding}; name another folder") from None
     num_gpus = len(visible_gpus())
-    machine = Machine(folder, num_processes or num_gpus or 2, num_gpus)
+    file = str(Path(capture).absolute()) if capture else ""
+    machine = Machine(folder, num_processes or num_gpus or 2, num_gpus, file)
     findings: list[Finding] = []
     begin, console = time.monotonic(), stderr_console()
     with working(console, "Checking") as show:
         for name, (_, seconds) in CHECKS.items():
+            if name == "capture" and not capture:
+                continue
             show(f"Checking {name}")
             findings += run_check(name, machine, seconds)
             # Written after each check: a doctor that is killed has a result too.

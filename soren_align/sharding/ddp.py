@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..optim.exchange import Batch, MapRequest, Shard, whole_batches
 from ..optim.layout import Named
+from .collectives import broadcast
 from .gather import RankExchange, RankStrategy
 from .layout import Layout, replicas
 from .plan import BUCKET_MB
@@ -97,9 +98,7 @@ class ReplicaExchange(RankExchange):
                     # torch.distributed takes contiguous tensors only. A transposed weight is
                     # received in a copy, and written back when all broadcasts have ended.
                     buffer = tensor.contiguous()  # the tensor itself, unless it is strided
-                    works.append(
-                        dist.broadcast(buffer, source, group=self.process_group, async_op=True)
-                    )
+                    works.append(broadcast(buffer, source, self.process_group))
                     if buffer is not tensor and owner != self.rank:
                         copies.append((tensor, buffer))
                     self.bytes_sent += buffer.nbytes if owner == self.rank else 0

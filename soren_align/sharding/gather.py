@@ -33,6 +33,7 @@ from ..optim.exchange import (
 )
 from ..optim.layout import LINEAR, MapState, Named, WeightLayouts, map_state_sizes, share_of_state
 from ..optim.state import map_dtype
+from .collectives import all_reduce, all_to_all
 from .layout import Layout, RankShard, split_weights
 from .plan import BUCKET_MB, ExchangePlan, make_exchange_plan
 
@@ -94,7 +95,7 @@ class RankStrategy(ShardingStrategy, ABC):
         group, device = self.ranks()
         here = torch.tensor(counts, dtype=torch.float64, device=device)
         sums = torch.cat([here, squares.to(device)])
-        dist.all_reduce(sums, group=group)
+        all_reduce(sums, group)
         num_errors, num_value_errors, *numbers = torch.cat(
             [sums, *(t.to(device) for t in others)]
         ).tolist()
@@ -157,7 +158,7 @@ class RankStrategy(ShardingStrategy, ABC):
         # its negative is an int64 too.
         number = 0 if plan is None else plan.fingerprint
         maxima = torch.tensor([int(plan is None), number, -number], device=device)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        all_reduce(maxima, group, dist.ReduceOp.MAX)
         failed, largest, minus_smallest = maxima.tolist()
         if problem is not None:
             raise problem
@@ -392,7 +393,8 @@ class _Bucket:
             self._out[message.elements.buffer].copy_(self._map_input(shard))
             for key, place in message.states.items():
                 self._out[place.buffer].copy_(self._state(shard, key))
-        self._work = self._all_to_all(self._in, self._out, self.received.numels, self.sent.numels)
+        numels = self.received.numels, self.sent.numels
+        self._work = all_to_all(self._in, self._out, *numels, exchange.process_group)
 
     def batches(self) -> Iterator[Batch]:
         """The weights owned here; outputs for shards on other ranks are written to the buffer, the
@@ -427,7 +429,8 @@ class _Bucket:
             yield batch_of(kinds[numbers[0]], members, inputs, states, pairs)
         # Scatter: the all-to-all of `gather` with the directions exchanged, through the same
         # buffers. `_divide` has written each output over the input that it came from.
-        self._work = self._all_to_all(self._out, self._in, self.sent.numels, self.received.numels)
+        numels = self.sent.numels, self.received.numels
+        self._work = all_to_all(self._out, self._in, *numels, self.exchange.process_group)
 
     def arrived(self, _: Any) -> Iterator[tuple[Shard, Tensor]]:
         """The outputs that other ranks have sent, which a batch without matrices returns; frees the
@@ -468,7 +471,7 @@ class _Bucket:
             by_index[index] += shard.squares.view(-1).to(sums.device)
         # One all-reduce per bucket: the squares of a matrix are complete when all its shards have
         # added theirs.
-        dist.all_reduce(sums, group=exchange.process_group)
+        all_reduce(sums, exchange.process_group)
         exchange.bytes_sent += sums.nbytes
         for index, shard, part in self.adapted:
             shard.squares = by_index[index].view(2, -1)
@@ -525,11 +528,3 @@ class _Bucket:
             for key, place in own.states.items():
                 shard.numbers_of(key).copy_(states[key][place.whole])
             yield from self._adapted(index, shard, output[own.elements.whole])
-
-    def _all_to_all(
-        self, into: Tensor, from_: Tensor, num_into: list[int], num_from: list[int]
-    ) -> dist.Work:
-        group = self.exchange.process_group
-        work = dist.all_to_all_single(into, from_, num_into, num_from, group=group, async_op=True)
-        assert work is not None
-        return work

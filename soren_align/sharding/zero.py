@@ -15,6 +15,7 @@ from torch import Tensor
 from ..optim import SpectralOptimizer
 from ..optim.layout import Named, map_state_sizes, share_of_state, whole_shape
 from ..optim.second_moment import ROWS, row_moments
+from .collectives import all_reduce
 from .gather import RankStrategy
 from .layout import Layout, flat_partitions, parameter_slices
 from .plan import BUCKET_MB
@@ -143,7 +144,7 @@ def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tens
             if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
     num_wrong = torch.tensor(len(wrong), device=device)
-    dist.all_reduce(num_wrong, dist.ReduceOp.MAX, group=group)
+    all_reduce(num_wrong, group, dist.ReduceOp.MAX)
     if num_wrong.item():
         here = f"on this rank {', '.join(wrong[:5])}" if wrong else "none on this rank"
         raise ValueError(

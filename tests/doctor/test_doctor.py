@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import time
 from importlib import metadata
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from soren_align.doctor import maps, ranks, run, system
 from soren_align.doctor.checks import CHECKS, Finding, Machine
+from soren_align.sharding.capture import WAYS
 from soren_align.spectral import MAPS
 from tests.support import command
 from torch.distributed.tensor import DTensor
@@ -37,20 +39,19 @@ def plant(monkeypatch, name, change):
 @pytest.mark.process
 @pytest.mark.rest
 def test_doctor_passes_on_a_healthy_machine(tmp_path):
-    done = command.run_process("doctor", "--processes", 2, "--output", tmp_path, timeout=900, is_fork=False)
+    capture = tmp_path / "capture.json"
+    options = ("--processes", 2, "--output", tmp_path, "--capture", capture)
+    done = command.run_process("doctor", *options, timeout=900, is_fork=False)
     lines = json.loads((tmp_path / "doctor.json").read_text())["findings"]
     assert failures(Finding(**line) for line in lines) == {}
     assert done.returncode == 0
     names = {line["check"] for line in lines if line["verdict"] == "ok"}
-    expected = {
-        "libraries",
-        "flock",
-        "gloo all_reduce, 2 processes",
-        "map minimax",
-        "parity, gloo, 2 processes",
-        "speed",
-    }
+    expected = {"libraries", "flock", "gloo all_reduce, 2 processes", "map minimax", "speed"}
+    expected |= {"parity, gloo, 2 processes", "capture, gloo, 2 processes"}
     assert expected <= names
+    text = capture.read_text()
+    assert [*json.loads(text)] == ["torch", "deepspeed", "backend", "device", "bucket_mb", *WAYS]
+    assert not any(private in text for private in ("/", socket.gethostname()))
 
 
 @pytest.mark.process
@@ -66,7 +67,8 @@ def test_a_check_that_hangs_is_a_failure_and_no_stop(machine):
 def test_the_exit_code_is_1_if_a_line_failed(tmp_path, monkeypatch, verdict):
     findings = {name: [Finding(name, "1", "2", verdict if name == "maps" else "ok")] for name in CHECKS}
     monkeypatch.setattr(run, "run_check", lambda name, machine, seconds: findings[name])
-    done = command.run("doctor", "--output", tmp_path / "new")
+    assert "capture" not in command.run("doctor", "--output", tmp_path / "new").stdout
+    done = command.run("doctor", "--output", tmp_path / "new", "--capture", "file.json")
     assert done.returncode == (verdict == "FAILED")
     assert all(name in done.stdout for name in CHECKS)
 
