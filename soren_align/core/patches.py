@@ -102,6 +102,11 @@ PATCHES = {
         "it cannot cut a sparse tensor, as which checkpoints have the second moments of the rows",
         "DeepSpeed converts states of other shapes than the parameter's (0.19.8 does not)",
     ),
+    "torch.distributed.checkpoint.save": Patch(
+        "accelerate writes FSDP2's shards before it returns; with run.async_save they are copied,"
+        " and written while the next steps are taken",
+        "accelerate's save_fsdp_model takes torch's async_save (1.15 does not)",
+    ),
 }
 """The patches by the full name of what they replace; where that is a class's attribute, also in its
 subclasses."""

@@ -467,6 +467,12 @@ def _check_training(raw: _Raw) -> None:
     # Generation calls the layers token by token: under sharded weights every rank would have to
     # join in each of these calls.
     shards_weights = config and (config.kind == "fsdp2" or config.stage == 3)
+    if run.get("async_save") is True and config and not config.has_sharded_checkpoints:
+        message = (
+            f"writes only the sharded checkpoints of FSDP2 in the background, but run.parallel is"
+            f" {where or 'ddp'}; write run.parallel: fsdp2, or remove this key"
+        )
+        raw.report(("run", "async_save"), message)
     if run.get("samples") is not None and shards_weights:
         message = (
             f"run.parallel {where} shards the weights, so no process can generate samples; remove"

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "pipeline": "soren-align divides only data among the processes, not layers",
     "tensor_parallel": "soren-align divides only data among the processes, not matrices",
     "amp": "trainer.bf16 sets the precision",
+    "datastates_ckpt": "a checkpoint would be sealed before its files are on the disk",
 }
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 _ZERO_UNSUPPORTED = {
@@ -89,6 +90,12 @@ class Parallel:
         """Whether optimizer states are in the CPU's memory."""
         offload = self.config.get("zero_optimization", {}).get("offload_optimizer") or {}
         return offload.get("device", "none") != "none"
+
+    @property
+    def has_sharded_checkpoints(self) -> bool:
+        """Whether torch.distributed.checkpoint writes checkpoints, each rank its shards."""
+        kind = str(self.config.get("state_dict_type") or "SHARDED_STATE_DICT")
+        return self.kind == "fsdp2" and kind.upper() == "SHARDED_STATE_DICT"
 
     def gradient_dtype(self, compute_dtype: str) -> str:
         """The dtype in which ZeRO and FSDP2 average gradients over the processes."""
@@ -209,6 +216,9 @@ def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
     for key, reason in _ELSEWHERE.items():
         if config.get(key):
             yield f"{key}: {reason}; remove this key"
+    checkpoint = config.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("writer"):
+        yield f"checkpoint.writer: {_ELSEWHERE['datastates_ckpt']}; remove this key"
     # "auto" is allowed, since published configs have it and mean the trainer's values.
     for key, where in _FILLED.items():
         if config.get(key, "auto") != "auto":

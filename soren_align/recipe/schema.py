@@ -313,6 +313,9 @@ class Run(Section):
     dtype can remove a part of what training has changed; at its end, the run reports how much. An
     adapter is always saved in float32. For an adapter, `save_dtype` is the dtype of the merged
     model that `soren-align merge` writes."""
+    async_save: bool = False
+    """Write checkpoints while the next steps are taken: training waits only for a copy in the
+    host's memory. Needs `parallel: fsdp2`."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """The number of CPU threads, unless OMP_NUM_THREADS is set. null: one thread per core, divided
     among the processes. For a model of up to a million parameters on a CPU, null means 1 thread:

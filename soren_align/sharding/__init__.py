@@ -5,7 +5,7 @@ ranks.
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..optim import local
-from .checkpoints import check_parts, is_universal, rank_of_file, to_universal
+from .checkpoints import check_parts, is_universal, rank_of_file, staged_saves, to_universal
 from .ddp import DDPStrategy
 from .engine import (
     chain_of,

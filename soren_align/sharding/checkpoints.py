@@ -11,12 +11,14 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import save
 
 from ..core.errors import UserError
 from ..core.files import is_component
@@ -114,6 +116,33 @@ class _Metadata(pickle.Unpickler):
         if name in _METADATA.get(module, ()):
             return PosixPath if name == "PosixPath" else super().find_class(module, name)
         raise pickle.UnpicklingError(f"the file contains code ({module}.{name})")
+
+
+@contextlib.contextmanager
+def staged_saves(fsdp: Any, group: Any) -> Iterator[list[Callable[[], Any]]]:
+    """A context in which FSDP2's shards are only copied to the host's memory.
+
+    fsdp: accelerate's plugin. Yields functions to call in their order, later and in any thread:
+    each writes one of the copies, by collectives of `group`. As torch's async_save, of which each
+    call has a thread of its own, so that weights and optimizer states would need two groups.
+    """
+    writes = []
+
+    def stage(state_dict: Any, storage_writer: Any, planner: Any) -> None:
+        staged = storage_writer.stage(state_dict)
+        writes.append(
+            partial(
+                save, staged, storage_writer=storage_writer, planner=planner, process_group=group
+            )
+        )
+
+    # Otherwise accelerate would copy what lies on a GPU before: the host would have it twice.
+    settings, fsdp.state_dict_config.offload_to_cpu = fsdp.state_dict_config.offload_to_cpu, False
+    try:
+        with patched("torch.distributed.checkpoint.save", stage):
+            yield writes
+    finally:
+        fsdp.state_dict_config.offload_to_cpu = settings
 
 
 def is_universal(checkpoint: Path) -> bool:

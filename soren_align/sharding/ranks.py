@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from threading import Event, Thread
@@ -48,12 +48,19 @@ _numbers = count()
 @dataclass(frozen=True)
 class Ranks:
     """This process among `num_ranks`.
-    launched: by a launcher, without which there is no ZeRO or FSDP2.
+    launched: by a launcher, without which there is no ZeRO or FSDP2. group: of the collectives;
+    None: the default one.
     """
 
     rank: int = 0
     num_ranks: int = 1
     launched: bool = False
+    group: Any = None
+
+    def with_own_group(self, timeout_seconds: float) -> "Ranks":
+        """The same ranks with a group by gloo of their own, for another thread. Collective."""
+        timeout = timedelta(seconds=timeout_seconds)
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timeout))
 
     @property
     def is_first(self) -> bool:
@@ -74,11 +81,11 @@ class Ranks:
         # By gloo where there is one: a copy from the GPU would wait for its queue at every step.
         device = (
             "cpu"
-            if "gloo" in str(dist.get_backend_config())
+            if "gloo" in str(dist.get_backend_config(self.group))
             else torch.accelerator.current_accelerator()
         )
         numbers = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(numbers, operation)
+        dist.all_reduce(numbers, operation, self.group)
         return numbers.tolist()
 
     def barrier(self) -> None:
@@ -91,7 +98,7 @@ class Ranks:
             return value
         # On the CPU: pickled objects go by gloo, without a wait for the GPU's queue.
         values: list[T] = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(values, 0, self.group, torch.device("cpu"))
         return values[0]
 
     def gather(self, value: T) -> list[T]:
@@ -100,7 +107,7 @@ class Ranks:
         """
         values: list[Any] = [value] * self.num_ranks
         if self.num_ranks > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, self.group)
         return values
 
     @contextmanager

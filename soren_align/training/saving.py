@@ -10,6 +10,7 @@ import collections
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..core.files import remove, write
 from ..optim import chunks, copied_to_cpu, master_weights
 from ..recipe.model import QUANTIZATION_RECORD
 from ..run.quantized import quantization_of
-from ..sharding import full_weights
+from ..sharding import full_weights, staged_saves
 from . import checkpoints
 from .checkpoints import STREAM_FILE, write_errors
 from .reference import BatchHash
@@ -162,6 +163,12 @@ class CheckpointSealer(TrainerCallback):
 
     def __init__(self, trainer: Any, check: Callable[[], object] = lambda: None):
         self.trainer, self.check = trainer, check
+        self.is_async = False
+        """Whether FSDP2's shards are written, and the checkpoint sealed, in a thread."""
+        # At the end of a process, Python waits for this thread, also after an error elsewhere.
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._unsealed: Future[None] | None = None
+        self._ranks_of_thread: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the number of trained tokens, which TRL would count from 0, and the intervals of
@@ -172,13 +179,25 @@ class CheckpointSealer(TrainerCallback):
             saved: Any = state.stateful_callbacks
             self.trainer._total_train_tokens = saved.get(_NUM_TOKENS, 0)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        """Raise an error of the thread, on all ranks at the same step. Collective."""
+        if self._unsealed is not None and self.trainer.ranks.any(self._unsealed.done()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that the thread writes to be sealed. Raises the thread's error."""
+        unsealed, self._unsealed = self._unsealed, None
+        if unsealed is not None:
+            unsealed.result()
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Prepare a checkpoint, which transformers writes within the block, and seal it.
-        Collective.
+        """Prepare a checkpoint, which transformers writes within the block, and seal it, or have it
+        sealed by the thread. Collective.
         """
+        self.wait()
         trainer = self.trainer
-        args, state = trainer.args, trainer.state
+        args, state, ranks = trainer.args, trainer.state, trainer.ranks
         self.check()
         folder = Path(str(args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -190,13 +209,19 @@ class CheckpointSealer(TrainerCallback):
             OptimizerCheck.__name__: trainer.optimizer_check.counts,
             _NUM_TOKENS: trainer._total_train_tokens,
         }
+        # The thread's collectives are those of another group: a group's must have one order.
+        staging = contextlib.nullcontext([])
+        if self.is_async:
+            ranks = self._ranks_of_thread = self._ranks_of_thread or ranks.with_own_group(
+                args.ddp_timeout
+            )
+            staging = staged_saves(trainer.accelerator.state.fsdp_plugin, ranks.group)
         # Old checkpoints are deleted only after the new one is sealed: a kill between
         # transformers' own deletion and the seal would leave no complete checkpoint.
         limit, args.save_total_limit = args.save_total_limit, None
         try:
-            with write_errors(checkpoint):
-                with trainer.exporter.starting_config():
-                    yield
+            with write_errors(checkpoint), trainer.exporter.starting_config(), staging as writes:
+                yield
                 if trainer.stream is not None and args.should_save:
                     num_trained = trainer.num_sequences(state.global_step)
                     write(
@@ -205,11 +230,22 @@ class CheckpointSealer(TrainerCallback):
                     )
                 # A rank must not hash a folder while another writes into it.
                 trainer.accelerator.wait_for_everyone()
-                checkpoints.seal(checkpoint, trainer.origin, trainer.ranks)
         finally:
             args.save_total_limit = limit
-        if args.should_save:
-            rotate_checkpoints(str(folder), limit, state.best_model_checkpoint)
+        best = state.best_model_checkpoint
+
+        def finish() -> None:
+            with write_errors(checkpoint):
+                for write_shards in writes:
+                    write_shards()
+                checkpoints.seal(checkpoint, trainer.origin, ranks)
+            if args.should_save:
+                rotate_checkpoints(str(folder), limit, best)
+
+        if self.is_async:
+            self._unsealed = self._thread.submit(finish)
+        else:
+            finish()
 
 
 def _set(settings: list[tuple[Any, str, Any]]) -> None:

@@ -270,6 +270,8 @@ class SorenTrainerMixin(Trainer):
             self.control.should_training_stop = True
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
+        if self.control.should_training_stop:  # what follows reads checkpoints
+            self.sealer.wait()
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step; also counts the tokens and hashes the batch."""

@@ -76,6 +76,8 @@ def zero(**settings):
      ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: trainer.bf16 sets this value; write "auto"'),
      ({**zero(), "communication_data_type": "float32"}, "communication_data_type: found 'float32'; write .fp32."),
      ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: soren-align divides only data"),
+     ({**zero(), "checkpoint": {"writer": {"decoupled": True}}}, "checkpoint.writer: a checkpoint would be sealed before"),
+     ({**zero(), "datastates_ckpt": {"enabled": True}}, "datastates_ckpt: a checkpoint would be sealed before its files"),
      ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
      ({}, "stage: found None; write 1, 2 or 3")],
     ids=lambda value: None if isinstance(value, dict) else value.split(":")[0],
@@ -85,6 +87,19 @@ def test_what_does_not_go_together_with_soren_is_refused_before_torch_loads(tmp_
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"--set run.parallel=.*mine.json: .*{message}"):
         recipe.load("quickstart/sft", [f"run.parallel={file}"])
+
+
+@pytest.mark.parametrize("value", ["ddp", "zero3", "whole.yaml"])
+def test_only_sharded_checkpoints_of_fsdp2_are_written_in_the_background(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    ours = (shipped.ROOT / "configs/accelerate/fsdp2.yaml").read_text()
+    (tmp_path / "whole.yaml").write_text(ours.replace("SHARDED_STATE_DICT", "FULL_STATE_DICT"))
+    (tmp_path / "mine.yaml").write_text(ours)
+    settings = ["run.async_save=true", "trainer.use_cpu=false"]
+    with pytest.raises(UserError, match=f"run.async_save: .* run.parallel is {value}; write run.parallel: fsdp2"):
+        recipe.load("quickstart/sft", [*settings, f"run.parallel={value}"])
+    for allowed in ("fsdp2", "mine.yaml"):
+        assert recipe.load("quickstart/sft", [*settings, f"run.parallel={allowed}"]).run.async_save
 
 
 def test_all_mistakes_of_a_config_are_told_at_once(tmp_path):

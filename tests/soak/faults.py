@@ -445,11 +445,11 @@ def damaged_cache(is_new: bool):
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def signal_to_ranks(number: int, which: str) -> Callable[[Trial], str]:
-    """A signal to one rank or to both, while the first one waits at a random write."""
+def signal_to_ranks(number: int, which: str, category: str | None = None) -> Callable[[Trial], str]:
+    """A signal to one rank or to both, while the first one waits at a random write, of a category."""
 
     def kind(trial: Trial) -> str:
-        trial.fault(trial.draw(), send(number, which, trial.rng))
+        trial.fault(trial.draw(category), send(number, which, trial.rng))
         return trial.conclude()
 
     return kind
@@ -611,6 +611,8 @@ KINDS = [
     Kind("streamed data changed or gone", 4, ("stream",), changed_data),
     Kind("2 ranks: SIGKILL of one", 8, TWO, signal_to_ranks(signal.SIGKILL, "one")),
     Kind("2 ranks: SIGKILL of both", 4, TWO, signal_to_ranks(signal.SIGKILL, "all")),
+    Kind("2 ranks, async_save: SIGKILL of one", 12, ("fsdp2-async",), signal_to_ranks(signal.SIGKILL, "one", "checkpoints")),
+    Kind("2 ranks, async_save: SIGKILL of both", 8, ("fsdp2-async",), signal_to_ranks(signal.SIGKILL, "all", "checkpoints")),
     Kind("2 ranks: SIGTERM of one", 4, TWO, signal_to_ranks(signal.SIGTERM, "one")),
     Kind("2 ranks: SIGINT of one", 4, TWO, signal_to_ranks(signal.SIGINT, "one")),
     Kind("2 ranks: SIGSTOP of one, 2 s", 2, TWO, stopped),

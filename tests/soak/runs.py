@@ -4,6 +4,7 @@ import atexit
 import hashlib
 import json
 import shutil
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ CONFIGS = {
     "bf16-momentum": Config("sft", ("optimizer.momentum_dtype=bfloat16",)),
     "kahan": Config("sft", ("model.dtype=bfloat16", "optimizer.compensation=kahan")),
     **{mode: Config("sft", (f"run.parallel={mode}", *TWO), ranks=2) for mode in ("ddp", "zero2", "zero3", "fsdp2")},
+    "fsdp2-async": Config("sft", ("run.parallel=fsdp2", "run.async_save=true", *TWO), ranks=2),
     "processes": Config("sft", (*TWO, "trainer.max_steps=24"), options=("--processes", "2")),
     "compare": Config("study"),
 }  # fmt: skip
@@ -124,13 +126,23 @@ def allow_fsdp2_on_cpus() -> None:
     atexit.register(stack.close)  # until the process ends
 
 
+def write_slowly() -> None:
+    """Let each rank of this process, a child, take half a second for its shards: about a step."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write = FileSystemWriter.write_data
+    FileSystemWriter.write_data = lambda self, *arguments: time.sleep(0.25) or write(self, *arguments)
+
+
 def prepare(name: str, case: Path) -> None:
     """What a process of this configuration does before its command; its examples are cached in the case's folder, too."""
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = case / "cache/examples"  # imported before the fork, with the soak's own
-    if name == "fsdp2":
+    if name.startswith("fsdp2"):
         allow_fsdp2_on_cpus()
+    if name == "fsdp2-async":
+        write_slowly()
 
 
 def result(run: Path, config: Config) -> dict[str, Any]:

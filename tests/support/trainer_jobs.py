@@ -3,10 +3,13 @@
 `run(group, job, folder)` calls one of the functions below by its name; the runs are folders in `folder`.
 """
 
+import contextlib
+import errno
 import gc
 import math
 import os
 import signal
+import threading
 import weakref
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -27,6 +30,7 @@ from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
 from soren_align.training.trainer import SorenTrainerMixin
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from trl import DPOTrainer, SFTTrainer
 
@@ -125,7 +129,7 @@ def fsdp2(make):
             "maps": same_steps(make, "fsdp2", SOREN, DPO, PACKED, ("recomputed", "sft", RECOMPUTED)),
             "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED), "kept_whole": kept_whole(make),
             "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"), "overflows": poisoned(make, "fsdp2", 1e30),
-            "references": references(make, "fsdp2"),
+            "references": references(make, "fsdp2"), "background": background(make),
         }  # fmt: skip
 
 
@@ -403,6 +407,46 @@ def resumed(make, mode):
                 file.write_bytes(content)
     make(*again).train()
     return {"hashed": [path.relative_to(checkpoint).as_posix() for path in hashed], "refusal": message}
+
+
+ASYNC = ("run.parallel=fsdp2", "run.async_save=true", "trainer.save_total_limit=1", *GLOBAL, *DISPLACED)
+
+
+def background(make):
+    """A run whose checkpoint-2 is written after step 3, and which both ranks leave after step 5, while checkpoint-4 is
+    written, and take up again; and the error of a disk that is full on one rank.
+
+    Returns the checkpoints that the first leaves, and the error."""
+    stepped, begun, left = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(path):
+        if "checkpoint-2" in path:
+            stepped.wait(60)
+        if "checkpoint-4" in path:
+            begun.set()
+            left.wait(60)
+            raise Kill
+
+    def full(path):
+        if "checkpoint-4" in path and make.ranks.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def disk(act):
+        write = FileSystemWriter.write_data
+        return mock.patch.object(
+            FileSystemWriter, "write_data", lambda self, *a: act(str(self.path)) or write(self, *a)
+        )
+
+    run = make("killed-background", "sft", *ASYNC)
+    with disk(slow), after_step(2, stepped.set), after_step(5, lambda: begun.wait(60) and die()):
+        with contextlib.suppress(Kill):
+            run.train()
+        checkpoints = {path.name: (path / "soren_align.json").exists() for path in run.folder.checkpoints.iterdir()}
+        make.ranks.barrier()
+        left.set()
+    make("killed-background", "sft", *ASYNC).train()
+    with disk(full):
+        return checkpoints, refusal(make("full-background", "sft", *ASYNC))
 
 
 def killed(make, name, mode, *overrides, task="sft", step=3):

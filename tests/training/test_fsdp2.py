@@ -22,6 +22,7 @@ from tests.support.trainer_parity import (
     assert_resumed,
     assert_same_measurements,
     furthest,
+    logged,
     one_process,
     one_process_logs,
     ranks_do,
@@ -92,6 +93,18 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
     record = assert_resumed(two_ranks[0], "fsdp2", [rank["resumed"] for rank in two_ranks[1]]).read()
     assert record["optimizer"]["chain"] == ["AcceleratedOptimizer", "Soren"]
     assert record["optimizer"]["parallel"] == "fsdp2"
+
+
+def test_a_checkpoint_in_the_background_is_sealed_last_and_resumes_as_any_other(two_ranks):
+    folder, seen = two_ranks
+    for rank in seen:
+        left, error = rank["background"]
+        assert left == {"checkpoint-2": True, "checkpoint-4": False}  # step 5 was taken, and the older is kept
+        assert re.search(r"No space left on device.*The last complete checkpoint is checkpoint-2; .*rerun", error)
+    run, whole = RunFolder(folder / "killed-background"), RunFolder(folder / "whole-fsdp2")
+    assert run.read()["resumed_from_steps"] == [2]
+    assert logged(run) == logged(whole)
+    assert furthest(weights(run.path), weights(whole.path)) == 0
 
 
 def test_a_checkpoint_is_sealed_with_every_ranks_parts(two_ranks, tmp_path):
