@@ -203,6 +203,9 @@ class CheckpointSealer(TrainerCallback):
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if args.should_save:
             remove(checkpoint)  # of a run that resumed from an earlier one by its path
+            # The best checkpoint is the one before if transformers does not find this one's folder,
+            # which under FSDP2 is made later.
+            checkpoint.mkdir(parents=True)
         # Into trainer_state.json, which transformers writes and reads: no file of our own to lose.
         state.stateful_callbacks |= {
             BatchHash.__name__: trainer.batch_hash.state(),

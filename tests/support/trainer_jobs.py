@@ -410,6 +410,7 @@ def resumed(make, mode):
 
 
 ASYNC = ("run.parallel=fsdp2", "run.async_save=true", "trainer.save_total_limit=1", *GLOBAL, *DISPLACED)
+ASYNC += ("trainer.load_best_model_at_end=true",)  # the last: its folder must be there before transformers looks for it
 
 
 def background(make):

@@ -103,6 +103,7 @@ def test_a_checkpoint_in_the_background_is_sealed_last_and_resumes_as_any_other(
         assert re.search(r"No space left on device.*The last complete checkpoint is checkpoint-2; .*rerun", error)
     run, whole = RunFolder(folder / "killed-background"), RunFolder(folder / "whole-fsdp2")
     assert run.read()["resumed_from_steps"] == [2]
+    assert run.read()["training"]["best_model"]["step"] == 6
     assert logged(run) == logged(whole)
     assert furthest(weights(run.path), weights(whole.path)) == 0
 
