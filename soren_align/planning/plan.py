@@ -398,9 +398,10 @@ def _files(
     weights = numel * (
         FLOAT32 if has_adapter or mode.kind == "fsdp2" else ITEMSIZE[recipe.model.dtype]
     )
-    # DeepSpeed saves the weights that it computes with, twice unless they are sharded
+    # DeepSpeed saves the weights that it computes with unless they are sharded; transformers a copy
     if mode.kind == "zero":
-        weights = numel * ITEMSIZE[compute_dtype(recipe)] * (1 if mode.stage == 3 else 2)
+        num_copies = (mode.stage < 3) + bool(has_adapter or recipe.run.benchmark)
+        weights = numel * ITEMSIZE[compute_dtype(recipe)] * num_copies
     # Every rank writes its own shards of the states; replicas are written once.
     num_shards = 1 if mode.kind == "ddp" else ranks["num_processes"]
     states = sum(part["num_bytes"] for part in ranks["memory"] if part["name"] in _OF_THE_OPTIMIZER)

@@ -90,6 +90,7 @@ def train(
     observers = _observe(trainer, setup, folder, console, ranks)
     # Another command may hold the folder now: nothing is written into it.
     trainer.sealer.check = partial(refuse_lost_lock, folder, ranks)
+    trainer.saves_models_beside_shards = setup.recipe.run.benchmark is not None
     trainer.sealer.is_async = setup.recipe.run.async_save and trainer.is_fsdp_enabled
 
     # Report before the first step: a run that fails or is killed shows what it was.

@@ -57,6 +57,8 @@ class SorenTrainerMixin(Trainer):
     measurements: Measurements
     starting_weights: StartingWeights
     train_sampler: Any = None
+    saves_models_beside_shards: bool = True
+    """Whether ZeRO's checkpoints have a copy of the model as well."""
 
     def __init__(
         self,
@@ -334,12 +336,17 @@ class SorenTrainerMixin(Trainer):
         the trained one. Collective.
 
         For checkpoints (_internal_call) TRL's way is enough: the optimizer's state, with the
-        compensation, is saved beside them.
+        compensation, is saved beside them. Under ZeRO no resume reads the whole model.
         """
-        if _internal_call:
-            super().save_model(output_dir, _internal_call)
-        else:
+        if not _internal_call:
             self.exporter.save(self, Path(str(output_dir or self.args.output_dir)))
+        # 2 bytes per weight, which ZeRO 3 would gather on one rank at each checkpoint.
+        elif (
+            self.saves_models_beside_shards
+            or not self.is_deepspeed_enabled
+            or isinstance(self.model, PeftModel)
+        ):
+            super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self.sealer.writing():

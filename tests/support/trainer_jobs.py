@@ -29,6 +29,7 @@ from soren_align.spectral import iterate, newton_schulz
 from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
+from soren_align.training.measure.sidecar import Sidecar
 from soren_align.training.trainer import SorenTrainerMixin
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -114,9 +115,18 @@ def zero(make):
         "maps": {mode: same_steps(make, mode, *runs) for mode, runs in runs.items()},
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
         "resumed": {mode: resumed(make, mode) for mode in ("zero2", "zero3")},
-        "poisoned": poisoned(make, "zero3"), "references": references(make, "zero3"),
+        "poisoned": poisoned(make, "zero3"), "references": references(make, "zero3"), "scored": scored(make),
         "freed": [killed(make, f"freed-{mode}", mode, *overrides) for mode, overrides in FREED.items()],
     }  # fmt: skip
+
+
+def scored(make):
+    """The files that the process of run.benchmark would score, of a run under ZeRO 2."""
+    run = make("scored", "sft", "run.parallel=zero2", "run.benchmark={every: 1}", "eval={suite: quickstart}", *GLOBAL)
+    with mock.patch.object(Sidecar, "poll"):  # which starts it
+        run.train()
+    make.ranks.barrier()
+    return sorted(file.name for file in run.folder.path.glob("benchmarks/checkpoint-2/model/*"))
 
 
 def fsdp2(make):

@@ -101,6 +101,9 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     killed = assert_resumed(two_ranks[0], mode, [rank["resumed"][mode] for rank in two_ranks[1]])
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert sum("optim_states" in name for name in sealed["files"]) == 2
+    # No whole model beside the shards, unless run.benchmark scores it.
+    assert "model.safetensors" not in sealed["files"]
+    assert {"model.safetensors", "config.json"} <= set(two_ranks[1][0]["scored"])
     assert killed.read()["optimizer"]["chain"][0] == "DeepSpeedOptimizerWrapper"
 
 
