@@ -107,6 +107,14 @@ PATCHES = {
         " and written while the next steps are taken",
         "accelerate's save_fsdp_model takes torch's async_save (1.15 does not)",
     ),
+    **dict.fromkeys(
+        ("trl.trainer.dpo_trainer.prepare_fsdp", "trl.trainer.kto_trainer.prepare_fsdp"),
+        Patch(
+            "TRL shards the reference as one unit, of which each rank would gather all weights for"
+            " a forward pass",
+            "TRL's prepare_fsdp shards block by block (1.16 only the root)",
+        ),
+    ),
 }
 """The patches by the full name of what they replace; where that is a class's attribute, also in its
 subclasses."""

@@ -12,6 +12,7 @@ from .engine import (
     full_weights,
     restore_groups_,
     set_strategy,
+    shard_reference,
     start_deepspeed,
     sum_in_float32,
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -89,6 +90,16 @@ def sum_in_float32(fsdp: Any) -> None:
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=policy.param_dtype, reduce_dtype=torch.float32
         )
+
+
+def shard_reference(model: Any, accelerator: Any) -> torch.nn.Module:
+    """Shard a model that is never trained as accelerate shards the trained one under FSDP2, block
+    by block. Returns it, in evaluation mode.
+    """
+    model = fsdp2_prepare_model(accelerator, model.requires_grad_(False))
+    # accelerate leaves the last layers whole for a backward pass, which never comes.
+    model.set_reshard_after_forward(True)
+    return model.eval()
 
 
 def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

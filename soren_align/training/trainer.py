@@ -26,10 +26,11 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from ..core.errors import UserError
+from ..core.patches import patched
 from ..data import answered, auc, filled, filtered, token_lengths, uncached, verified_values
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
-from ..sharding import chain_of, set_strategy, sum_in_float32
+from ..sharding import chain_of, set_strategy, shard_reference, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import checkpoints
 from .adapters import GradientCheck
@@ -386,7 +387,11 @@ class ReferenceMixin(SorenTrainerMixin):
     def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
         # Before TRL's constructor, which computes the log-probabilities.
         self._reference_key: str | None = None
-        super().__init__(model, ref_model, *args, **kwargs)
+        with (
+            patched("trl.trainer.dpo_trainer.prepare_fsdp", shard_reference),
+            patched("trl.trainer.kto_trainer.prepare_fsdp", shard_reference),
+        ):
+            super().__init__(model, ref_model, *args, **kwargs)
         # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
         new_adapter, trained = kwargs.get("peft_config"), self.model
         # PEFT's inits that begin with B = 0; others move the model before the first step.

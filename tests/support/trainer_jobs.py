@@ -140,6 +140,7 @@ def fsdp2(make):
             "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED), "kept_whole": kept_whole(make),
             "resumed": resumed(make, "fsdp2"), "poisoned": poisoned(make, "fsdp2"), "overflows": poisoned(make, "fsdp2", 1e30),
             "references": references(make, "fsdp2"), "background": background(make),
+            "whole_layers": whole_layers(make),
         }  # fmt: skip
 
 
@@ -371,6 +372,24 @@ def kept_whole(make):
         trainer.train()
     gc.collect()
     return [sum(parameter() is not None for parameter in loaded), unsynchronised.call_count]
+
+
+def whole_layers(make):
+    """How many layers of DPO's reference are whole on this rank: before each of them in a forward pass, and after it."""
+    run = make("blocks", "dpo", *PARITY, *GLOBAL, "run.parallel=fsdp2", "trainer.max_steps=1")
+    trainer = run.trainer()
+    layers, numbers = trainer.ref_model.model.layers, set()
+
+    def count(*_):
+        numbers.add(
+            sum(not isinstance(parameter, DTensor) for layer in layers for parameter in [*layer.parameters()][:1])
+        )
+
+    for layer in layers:
+        layer.register_forward_pre_hook(count)
+    trainer.train()
+    whole = [name for name, parameter in trainer.ref_model.named_parameters() if not isinstance(parameter, DTensor)]
+    return len(layers), numbers, whole
 
 
 def losses_in_bfloat16(make, mode, *overrides):

@@ -152,6 +152,13 @@ def test_no_rank_keeps_the_whole_model_or_whole_gradients(two_ranks):
     assert [rank["kept_whole"] for rank in two_ranks[1]] == [[0, 0]] * 2
 
 
+def test_one_layer_at_a_time_of_dpos_reference_is_whole(two_ranks):
+    for rank in two_ranks[1]:
+        num_layers, numbers, whole = rank["whole_layers"]
+        assert num_layers > 1
+        assert (numbers, whole) == ({1}, [])
+
+
 def test_where_accelerate_trains_by_ddp_instead_the_run_is_refused(two_ranks):
     for rank in two_ranks[1]:
         message = "run.parallel: is fsdp2, but accelerate set up ddp; write run.parallel: ddp, or change the launcher"
