@@ -49,6 +49,7 @@ def test_the_recipes_defaults_are_those_of_the_class(name):
         "second_moment",
         "second_moment_beta",
         "match_rms",
+        "weight_decay_to",
     }  # null in a recipe: the class's own
     for key in set(resolved) & set(defaults) - others:
         assert resolved[key] == defaults[key], key

@@ -15,6 +15,8 @@ BlockName = Literal["q", "k", "v", "gate", "up", "heads"]
 """Names of the blocks into which a fused weight is split, see `optim.blocks`."""
 BLOCKS: tuple[str, ...] = get_args(BlockName)
 Compensation = Literal["none", "kahan"]
+WeightDecayTo = Literal["zero", "start"]
+"""The weights towards which weight decay moves: zero, or those before the first step."""
 MomentumDtype = Literal["float32", "bfloat16"]
 """The dtype of the momentum of matrices; that of float64 matrices is float64."""
 MapInput = Literal["momentum", "sign"]
@@ -75,6 +77,7 @@ NUM_SUPPRESSIONS = Bounds(least=0, most=99)
 # keeps that, under a name of its own below.
 WEIGHT_DECAY = 0.1
 AUX_WEIGHT_DECAY = 0.0
+WEIGHT_DECAY_TO: WeightDecayTo = "zero"
 ADAMW_WEIGHT_DECAY = 1e-2
 """torch.optim.AdamW's, of the class AdamW used alone; in a recipe it is WEIGHT_DECAY, as for the
 other optimizers."""

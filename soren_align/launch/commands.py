@@ -478,6 +478,12 @@ def reshard(run: str) -> None:
             )
         refuse_ranks("reshard")
         if parallel(recipe.run.parallel).kind == "zero":
+            # DeepSpeed converts Adam's moments alone, and these weights are neither.
+            if recipe.optimizer.weight_decay_to == "start":
+                raise UserError(
+                    f"{folder}: optimizer.weight_decay_to: start, whose starting weights DeepSpeed"
+                    f" converts to no other number of processes; {same}"
+                )
             require("deepspeed", "run.parallel")
         set_environment(recipe)
         console = stderr_console()

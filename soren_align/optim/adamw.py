@@ -35,6 +35,7 @@ class Chunk(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     compensation: Tensor | None
+    start: Tensor | None
     fused: bool
     num_temporary: int
     """Elements of each temporary tensor."""
@@ -84,6 +85,7 @@ def adamw_step_(
                         direction,
                         lr,
                         group["weight_decay"],
+                        start=chunk.start,
                     )
                 )
 
@@ -138,7 +140,7 @@ def _chunks(
         tensors = (
             parameter.detach(),
             parameter.grad,
-            *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")),
+            *map(state.get, ("exp_avg", "exp_avg_sq", "compensation", "start")),
         )
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
@@ -186,6 +188,10 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
     weights = [master_weights(c.parameter, c.compensation).to(c.exp_avg.dtype) for c in bucket]
     averages = [chunk.exp_avg for chunk in bucket], [chunk.exp_avg_sq for chunk in bucket]
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    for weight, start in zip(weights, (chunk.start for chunk in bucket), strict=True):
+        if start is not None:  # a group's parameters have one, or none has; the kernel's is zero
+            weight.lerp_(start.to(weight.dtype), float(lr * group["weight_decay"]))
+            decay = 0.0
     settings: dict[str, Any] = {
         "lr": lr,
         "beta1": beta1,

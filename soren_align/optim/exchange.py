@@ -98,6 +98,11 @@ class Shard:
         """The lower half of the master weights, if there is one."""
         return self.view_of(self.state["compensation"]) if "compensation" in self.state else None
 
+    @property
+    def starting_weight(self) -> Tensor | None:
+        """The weight before the first step, if its decay moves towards it."""
+        return self.view_of(self.state["start"]) if "start" in self.state else None
+
 
 def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Shard]:
     """The shards, with the places of the map's state: of each parameter's shards one after another.

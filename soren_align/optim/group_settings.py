@@ -23,6 +23,7 @@ from ..core.optimizer_settings import (
     MapInput,
     MomentumDtype,
     SecondMoment,
+    WeightDecayTo,
 )
 from ..spectral import SpectralMap
 from .layout import WeightLayout
@@ -31,7 +32,11 @@ Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not
 allowed."""
 
-_OF_BOTH = {"weight_decay": default.WEIGHT_DECAY, "compensation": default.COMPENSATION}
+_OF_BOTH = {
+    "weight_decay": default.WEIGHT_DECAY,
+    "weight_decay_to": default.WEIGHT_DECAY_TO,
+    "compensation": default.COMPENSATION,
+}
 RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "spectral": {
         "momentum": default.MOMENTUM,
@@ -47,7 +52,10 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": default.BETAS, "eps": default.EPS},
 }
 """The settings of a rule that its optimizer and group leave out."""
-ADDED_LATER = ("momentum_dtype", "map_input", "second_moment", "second_moment_beta", "match_rms")
+ADDED_LATER = (
+    *("momentum_dtype", "map_input", "second_moment", "second_moment_beta", "match_rms"),
+    "weight_decay_to",
+)
 """Settings that earlier checkpoints lack, which had the defaults."""
 # Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a
 # user's name for it, and those that torch's schedulers write.
@@ -125,6 +133,7 @@ def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
 _SHARED_SETTINGS: dict[str, Check] = {
     "lr": number(NON_NEGATIVE),
     "weight_decay": number(NON_NEGATIVE),
+    "weight_decay_to": choice(get_args(WeightDecayTo)),
     "compensation": choice(get_args(Compensation)),
 }
 RULES: dict[str, dict[str, Check]] = {

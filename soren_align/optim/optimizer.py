@@ -26,6 +26,7 @@ from ..core.optimizer_settings import (
     MapInput,
     MomentumDtype,
     SecondMoment,
+    WeightDecayTo,
 )
 from ..spectral import full_precision
 from .adamw import adamw_step_
@@ -88,6 +89,7 @@ class SharedSettings(TypedDict, total=False):
     momentum_dtype: MomentumDtype
     nesterov: bool
     weight_decay: float
+    weight_decay_to: WeightDecayTo
     compensation: Compensation
     map_input: MapInput
     second_moment: SecondMoment

@@ -20,6 +20,7 @@ from ..core.optimizer_settings import (
     Compensation,
     FactorPrecision,
     Precision,
+    WeightDecayTo,
 )
 from ..spectral.maps import HTMUON, MAPS, MUON, SOREN_MAPS, SpectralMap, seed_of
 from .group_settings import checked_settings, choice, name_in_model, number, setting_checks
@@ -91,6 +92,8 @@ class Soren(RegisteredMap, name="soren"):
     momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with
         cycle_momentum change the momentum, and not the betas of AdamW groups.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
+    weight_decay_to: "start" for W <- W - lr * weight_decay * (W - W0) instead, W0 the weights before
+        the first step, which are kept in the state.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
         `rounding`), so that its updates are those of float32; other parameters do not need it.
     momentum_dtype: "bfloat16" stores the momentum in half of the memory; float64 matrices keep
@@ -273,10 +276,11 @@ class AdamW(SpectralOptimizer, name="adamw"):
         betas: tuple[float, float] = default.BETAS,
         eps: float = default.EPS,
         weight_decay: float = default.ADAMW_WEIGHT_DECAY,
+        weight_decay_to: WeightDecayTo = default.WEIGHT_DECAY_TO,
         compensation: Compensation = default.COMPENSATION,
     ):
-        shared = {"weight_decay": weight_decay, "compensation": compensation}
-        super().__init__(params, lr, **shared, betas=betas, eps=eps)
+        decay = {"weight_decay": weight_decay, "weight_decay_to": weight_decay_to}
+        super().__init__(params, lr, **decay, compensation=compensation, betas=betas, eps=eps)
 
 
 # Records of optimizers that have no class above.

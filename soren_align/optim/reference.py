@@ -7,7 +7,7 @@ G:
     M <- b M + (1 - b) G                   momentum, at first 0
     N <- b M + (1 - b) G                   Nesterov
     O <- U f(S) V^T  for  N = U S V^T      f(s) = 1 / (1 + exp(-s)) Soren, 1 Muon, s^p HTMuon
-    W <- (1 - lr * decay) W - lr * scale * O
+    W <- W - lr * decay (W - W0) - lr * scale * O   W0 = 0, or W before the first step
 
 All other parameters are updated by AdamW.
 """
@@ -49,18 +49,21 @@ class ReferenceOptimizer:
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        weight_decay_to: str = "zero",
         rms: float | None = None,
     ):
         self.f, self.matrices, self.lr, self.weight_decay = MAPS[name], matrices, lr, weight_decay
         self.momentum, self.nesterov, self.rms = momentum, nesterov, rms
         self.momenta = [torch.zeros_like(weight) for weight in matrices]
+        is_start = float(weight_decay_to == "start")
+        self.starts = [weight.detach() * is_start for weight in matrices]
         self.adamw = torch.optim.AdamW(others, aux_lr, weight_decay=0.0) if others else None
 
     @torch.no_grad()
     def step(self) -> None:
         """One step of every parameter."""
         b = self.momentum
-        for weight, average in zip(self.matrices, self.momenta, strict=True):
+        for weight, start, average in zip(self.matrices, self.starts, self.momenta, strict=True):
             grad = weight.grad
             assert grad is not None
             # The lines of the module's docstring, in their order: N reads the momentum of this
@@ -69,6 +72,7 @@ class ReferenceOptimizer:
             n = b * average + (1 - b) * grad if self.nesterov else average
             output = map_singular_values(n, self.f)
             scale = 1.0 if self.rms is None else self.rms / output.square().mean().sqrt()
-            weight.mul_(1 - self.lr * self.weight_decay).sub_(self.lr * scale * output)
+            decay = self.lr * self.weight_decay * (weight - start)
+            weight.sub_(decay).sub_(self.lr * scale * output)
         if self.adamw is not None:
             self.adamw.step()

@@ -2,7 +2,8 @@
 
 step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the
 parameter's shape; of a matrix exp_avg_sq is the second moment of its map's output, if the group has
-that of elements. compensation: see `rounding`. A map's state, and the second moments of the rows,
+that of elements. compensation: see `rounding`. start: the parameter itself before the first step, in
+its dtype, if weight decay moves towards it. A map's state, and the second moments of the rows,
 are flat: see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the
 parameter.
 """
@@ -42,6 +43,8 @@ def state_form(
     # float32 is as wide as its update
     if group.get("compensation") == "kahan" and parameter.dtype == torch.bfloat16:
         dtypes["compensation"] = COMPENSATION_DTYPE
+    if group.get("weight_decay_to") == "start" and group["weight_decay"]:
+        dtypes["start"] = parameter.dtype
     return StateForm(dtypes, dict(map_state))
 
 
@@ -50,7 +53,8 @@ def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
     # float32 by name: under a default dtype of bfloat16 a step count would stay at 256.
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for key, dtype in form.dtypes.items():
-        state[key] = torch.zeros_like(parameter, dtype=dtype)
+        zeros = torch.zeros_like(parameter, dtype=dtype)
+        state[key] = zeros.copy_(parameter.detach()) if key == "start" else zeros
     settings: dict[str, Any] = {"dtype": map_dtype(parameter), "device": parameter.device}
     sharded: Any = parameter
     for key, shape in form.shapes.items():

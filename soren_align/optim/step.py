@@ -11,7 +11,7 @@ G and momentum M (at first zeros):
     O <- U f(S) V^T  for  N = U S V^T           map_matrix of the class, by a map of spectral/
     O <- O / root of its second moments         only for second_moment; the norm stays
     O <- O / RMS(O)                             only for match_rms_measured
-    W <- (1 - lr * weight_decay) * W            decay_and_add_
+    W <- W - lr * weight_decay * (W - W0)       decay_and_add_; W0 = 0, or the weights before step 1
     W <- W - lr * scale(m, n) * O               decay_and_add_; scale is the class's lr_scale
 
 The map, the row moments and the RMS need a whole matrix; all else is elementwise. So each matrix
@@ -79,8 +79,8 @@ def spectral_step_(
 ) -> None:
     """One step of the tensors `named`, all with a gradient, of a spectral group. Collective.
 
-    state: of each tensor: the step count, the momentum, the compensation, the map's. exchange: of
-    these tensors.
+    state: of each tensor: the step count, the momentum, the compensation, the start, the map's.
+    exchange: of these tensors.
     observers: are shown every update on this rank before it is made, for measurements.
     """
     # Elementwise, where each shard is: nothing is sent.
@@ -92,7 +92,7 @@ def spectral_step_(
     # The maps, of whole matrices on their owner ranks. Outputs arrive shard by shard, so that at
     # most those of a bucket are held.
     for shard, direction in directions(group, state, exchange, maps):
-        weight, compensation = shard.weight, shard.compensation
+        weight, compensation, start = shard.weight, shard.compensation, shard.starting_weight
         # it was flat, and perhaps on a GPU
         direction = direction.reshape(weight.shape).to(weight.device)
         scale = maps.scale(*shard.layout.matrix_shape(shard.shape))
@@ -100,10 +100,12 @@ def spectral_step_(
         for observe in observers:
             observe(
                 PendingUpdate(
-                    shard.name, group, weight, compensation, direction, maps.lr, decay, scale
+                    *(shard.name, group, weight, compensation, direction, maps.lr, decay, scale),
+                    start=start,
                 )
             )
-        decay_and_add_(weight, compensation, direction, lr=maps.lr, scale=scale, weight_decay=decay)
+        settings = {"lr": maps.lr, "scale": scale, "weight_decay": decay, "start": start}
+        decay_and_add_(weight, compensation, direction, **settings)
         direction = None  # freed before the next batch is made
 
 
@@ -211,16 +213,19 @@ def decay_and_add_(
     lr: float | Tensor,
     scale: float,
     weight_decay: float,
+    start: Tensor | None = None,
 ) -> None:
-    """parameter <- parameter * (1 - lr * weight_decay) - lr * scale * direction.
+    """parameter <- parameter - lr * weight_decay * (parameter - start) - lr * scale * direction.
 
     direction: O. Computed in its dtype, float32 or float64, and rounded once to the parameter's.
     compensation: None, or the lower half of the float32 master weights (int16), which are then
-    updated without loss.
+    updated without loss. start: in the parameter's shape; None is zero.
     """
     # the parameter itself, if wide enough
     weights = master_weights(parameter, compensation).to(direction.dtype)
-    if weight_decay:  # else a pass over the weights for nothing
+    if start is not None:
+        weights.lerp_(start.to(weights.dtype), float(lr * weight_decay))
+    elif weight_decay:  # else a pass over the weights for nothing
         weights.mul_(1 - lr * weight_decay)
     weights.add_(direction, alpha=float(-(lr * scale)))
     store_master_weights_(parameter, compensation, weights)
@@ -232,9 +237,10 @@ class PendingUpdate:
     copy.
 
     The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale,
-    weight_decay=weight_decay); AdamW's kernel rounds otherwise. A matrix has one update for each of
-    its shards, and AdamW's parameters one for each chunk; for match_rms_measured the direction has
-    an RMS of 1 over the whole matrix already. Read the tensors in the observer, do not keep them.
+    weight_decay=weight_decay, start=start); AdamW's kernel rounds otherwise. A matrix has one
+    update for each of its shards, and AdamW's parameters one for each chunk; for
+    match_rms_measured the direction has an RMS of 1 over the whole matrix already. Read the
+    tensors in the observer, do not keep them.
     """
 
     name: str
@@ -245,19 +251,19 @@ class PendingUpdate:
     lr: float | Tensor
     weight_decay: float
     scale: float = 1.0
+    start: Tensor | None = None
 
     def applied(self, lr: float | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (master weights before, the same after the update, direction), in chunks; lr:
         instead of its own.
         """
         lr = self.lr if lr is None else lr
-        for weight, direction, rest in chunks(
-            self.weight.detach(), self.direction, self.compensation
+        for weight, direction, rest, start in chunks(
+            self.weight.detach(), self.direction, self.compensation, self.start
         ):
             before = master_weights(weight, rest)
             # the compensation keeps all of float32: as a float32 weight alone, then
             after = before.clone()
-            decay_and_add_(
-                after, None, direction, lr=lr, scale=self.scale, weight_decay=self.weight_decay
-            )
+            settings = {"scale": self.scale, "weight_decay": self.weight_decay, "start": start}
+            decay_and_add_(after, None, direction, lr=lr, **settings)
             yield before, after, direction

@@ -154,6 +154,13 @@ class Rank:
             of_matrix += FLOAT32
         # The other parameters are AdamW's, with two float32 moments, whatever the matrices have.
         num_bytes = self.shard.matrices * of_matrix + self.shard.others * 2 * FLOAT32
+        # Copies of the weights before the first step, which lie as the weights do.
+        if self.optimizer.weight_decay_to == "start":
+            itemsize = self.model.weight_bytes if self.parallel.kind == "ddp" else FLOAT32
+            decays = self.optimizer.weight_decay > 0, self.optimizer.aux_weight_decay > 0
+            num_bytes += itemsize * (
+                self.shard.matrices * decays[0] + self.shard.others * decays[1]
+            )
         map_state = {**OPTIMIZERS[self.optimizer.name].map_state, **row_moments(second_moment)}
         for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, LINEAR)

@@ -305,6 +305,17 @@ def _check_optimizer(raw: _Raw) -> None:
     if section.get("matrices") == "all-2d" and raw.trains_adapter:
         message = "has no effect on an adapter, whose matrices are its factors; remove this key"
         raw.report(("optimizer", "matrices"), message)
+    if section.get("weight_decay_to") == "start":
+        message = ""
+        if not any(section.get(decay, default) for _, decay, default in defaults):
+            message = "has no effect without weight decay; write weight_decay, or remove this key"
+        if raw.section("model", "lora"):
+            message = (
+                "is not possible with a new adapter, whose product starts at zero; remove this"
+                " key: weight_decay moves it there already"
+            )
+        if message:
+            raw.report(("optimizer", "weight_decay_to"), message)
     if section.get("second_moment_beta") is not None and section.get("second_moment") in (
         None,
         "none",

@@ -36,6 +36,7 @@ from ..core.optimizer_settings import (
     MomentumDtype,
     Precision,
     SecondMoment,
+    WeightDecayTo,
 )
 from ..spectral.maps import MAPS, SOREN_MAPS, SpectralMap
 
@@ -195,6 +196,10 @@ class OptimizerSection(Section):
     `weight_decay`; the scale of `adjust_lr_fn` has no effect on this factor."""
     aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
     """Decoupled weight decay of the other parameters."""
+    weight_decay_to: WeightDecayTo | None = None
+    """`start`: weight decay moves the weights towards those before the first step, so that the
+    model forgets less. A good `weight_decay` is then about 1 / (`lr` x steps), far above 0.1. This
+    stores a copy of the weights. null: `zero`."""
     # null and not "none": who has written "none" has accepted the losses of bfloat16, who has
     # written nothing gets an error (`checks._check_precision`).
     compensation: Compensation | None = None

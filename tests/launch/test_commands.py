@@ -133,6 +133,12 @@ def test_a_run_that_cannot_be_freed_from_its_number_of_processes_is_refused(make
         commands.reshard(str(folder))
 
 
+def test_starting_weights_are_not_converted_to_another_number_of_processes(make):
+    keys = "run.parallel=zero2", "run.global_batch_size=64", "optimizer.weight_decay_to=start"
+    with pytest.raises(UserError, match=r"whose starting weights DeepSpeed.* converts to no other number"):
+        commands.reshard(str(begin(make(*keys), True, processes=2)))
+
+
 @pytest.mark.parametrize(
     ("start", "rank", "of"),
     [({}, None, None), ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1, 2),

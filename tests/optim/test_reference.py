@@ -35,12 +35,13 @@ def trained(make, num_steps=4):
     return [parameter.detach() for parameter in parameters], start
 
 
+@pytest.mark.parametrize("decay", [("zero", 0.1), ("start", 8.0)], ids=["zero", "start"])
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("case", OPTIMIZERS)
-def test_the_steps_are_those_of_the_reference(case, nesterov, measured):
+def test_the_steps_are_those_of_the_reference(case, nesterov, measured, decay):
     name, make, tolerance = OPTIMIZERS[case]
-    rate = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov}
+    rate = {"lr": 0.05, "weight_decay_to": decay[0], "weight_decay": decay[1], "nesterov": nesterov}
     scale = {"adjust_lr_fn": "match_rms_measured" if measured else "none"}
 
     def fast(matrices, others):

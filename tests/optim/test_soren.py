@@ -277,10 +277,10 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     groups = [{"params": [parameter(4, 6)]}, {"params": [parameter(9)], "rule": "adamw", "lr": 0.3}]
     spectral, adamw = Soren(groups, lr=0.1).param_groups
     assert spectral.keys() == {
-        *("params", "rule", "lr", "weight_decay", "compensation", "momentum", "momentum_dtype", "nesterov"),
-        *("adjust_lr_fn", "map", "map_input", "second_moment", "second_moment_beta", "match_rms"),
+        *("params", "rule", "lr", "weight_decay", "weight_decay_to", "compensation", "momentum", "momentum_dtype"),
+        *("nesterov", "adjust_lr_fn", "map", "map_input", "second_moment", "second_moment_beta", "match_rms"),
     }
-    assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "betas", "eps"}
+    assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "weight_decay_to", "compensation", "betas", "eps"}
     assert spectral["map"] == {"name": "minimax", "resolution": 0.0004}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 

@@ -31,6 +31,7 @@ class Configuration:
 COMMON = Configuration("minimax 0.01", Run())  # its map is that of the configurations that name none
 DEFAULT = Configuration("default map, full rank", Run({}, full_rank=True))
 MEASURED = {"name": "muon", "adjust_lr_fn": "match_rms_measured", "lr": 1e-2}
+TO_START = {"weight_decay_to": "start", "weight_decay": 10.0, "aux_weight_decay": 10.0}
 ELEMENTS = {"second_moment": "elements", "map_input": "sign"}
 IN_FLOAT64: dict[str, Any] = {"dtype": torch.float64, "full_rank": True}
 CONFIGURATIONS = (
@@ -55,6 +56,7 @@ CONFIGURATIONS = (
     Configuration("soft_sign", Run({"map": "soft_sign"})),
     Configuration("random, full rank", Run({"map": "identity"}, null_map="RANDOM", full_rank=True)),
     Configuration("all 2-D", Run({"map": "released", "adjust_lr_fn": "original", "matrices": "all-2d", "aux": ()})),
+    Configuration("decay to the start", Run({"map": MINIMAX, **TO_START})),
     Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
     Configuration("LoRA", Run(clip=0.05, lora=True)),
     Configuration("CPU offload", Run(), ZERO, {"offload_optimizer": {"device": "cpu"}}),

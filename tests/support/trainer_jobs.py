@@ -205,6 +205,7 @@ def small_memory(make):
 MOMENTS = {"rows": ("optimizer.second_moment=rows",),
            "elements": ("optimizer.second_moment=elements", "optimizer.map_input=sign")}  # fmt: skip
 MOMENTS_OF = {"fsdp2": "elements", "ddp": "elements", "zero2": "elements", "zero3": "rows"}  # ZeRO last, as above
+TO_START = ("optimizer.weight_decay_to=start", "optimizer.weight_decay=20", "optimizer.aux_weight_decay=20")
 FREED = {"zero2": (*FOR_TWO_OR_THREE, *MOMENTS["elements"][:1]), "zero3": (*FOR_TWO_OR_THREE, *MOMENTS["rows"])}
 """Runs that two ranks leave and three resume, with every kind of state."""
 
@@ -213,9 +214,9 @@ def moments(make):
     """All that test_second_moments.py asks of two ranks."""
     with fsdp2_on_cpus():
         interrupted(make, "blocks", "fsdp2", BLOCKS)
-        interrupted(make, "moments", "fsdp2", MOMENTS[MOMENTS_OF["fsdp2"]])
+        interrupted(make, "moments", "fsdp2", (*MOMENTS[MOMENTS_OF["fsdp2"]], *TO_START))
     for mode in ("ddp", "zero2", "zero3"):
-        interrupted(make, "moments", mode, MOMENTS[MOMENTS_OF[mode]])
+        interrupted(make, "moments", mode, (*MOMENTS[MOMENTS_OF[mode]], *TO_START))
 
 
 BLOCKS = ("optimizer.split={'*up_proj': [100, 40, 20]}", "optimizer.second_moment=rows")

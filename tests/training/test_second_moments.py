@@ -1,4 +1,4 @@
-"""Runs with second moments resume bit for bit under every mode; test_zero_runs.py resumes them on three ranks."""
+"""Runs with second moments, and decay to the start, resume bit for bit in every mode; three ranks: test_zero_runs.py."""
 
 import pytest
 from soren_align.run.folder import RunFolder
@@ -14,4 +14,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, name, mode, kind):
     whole, killed = (RunFolder(two_ranks[0] / f"{state}-{name}-{mode}") for state in ("whole", "killed"))
     assert killed.read()["resumed_from_steps"] == [2]
     assert furthest(weights(whole.path), weights(killed.path)) == 0
-    assert killed.read()["optimizer"]["groups"][0]["second_moment"] == kind
+    groups = killed.read()["optimizer"]["groups"]
+    assert groups[0]["second_moment"] == kind
+    # Decay that took the resume for the start would move other weights: lr times decay is not small.
+    assert {group["weight_decay_to"] for group in groups} == {"zero" if name == "blocks" else "start"}
