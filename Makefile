@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest test-cpus test-hosts test-slurm fuzz soak parity site check release clean
+.PHONY: setup demo test test-all test-rest test-cpus test-versions test-hosts test-slurm fuzz soak parity site check release clean
 
 setup: .venv/installed
 
@@ -37,6 +37,10 @@ test test-all test-rest: setup
 # CPU=rotating what .ci/run takes.
 test-cpus: setup
 	$(BIN)/python -m tests.cpus $(CPU)
+
+# The trainers' tests with the oldest and newest versions of TRL, transformers and others that pyproject.toml allows.
+test-versions: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.versions $(END)
 
 # Jobs on Slurm (tests/slurm), whose daemons the tests start in a folder of theirs; on Debian, first
 # apt install slurmctld slurmd slurm-client munge.

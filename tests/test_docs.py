@@ -24,7 +24,7 @@ from tests.support.pages import ROOT, blocks, script
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")])
 EVERY_PAGE = pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "notes/log.md"], ids=lambda page: str(page.relative_to(ROOT))
+    "page", [*PAGES, ROOT / "notes/log.md", ROOT / ".github/RELEASING.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
 
 

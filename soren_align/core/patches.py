@@ -120,7 +120,7 @@ PATCHES = {
 subclasses."""
 
 
-OVERRIDDEN = {
+PRIVATE = {
     "transformers.Trainer._get_train_sampler": Patch(
         "torch's global numbers, which group the lengths, differ on ranks and after a resume",
         "LengthGroupedSampler has a seed and an epoch (5.23: a generator that nothing sets)",
@@ -161,8 +161,28 @@ OVERRIDDEN = {
         "TRL's cache key is that of the weights alone, and under ZeRO 3 the same for all models",
         "TRL's key has the settings and sharded weights (1.16: only the state_dict)",
     ),
+    "trl.DPOTrainer._precompute_model_hash": Patch(
+        "part of our cache key, and where TRL reads its own", "as _precompute_ref_logps"
+    ),
+    "trl.DPOTrainer._metrics": Patch(
+        "at step 1 the rewards of policy and reference are compared with 0, before the update",
+        "compute_loss returns its metrics (1.16: averaged in the next log alone)",
+    ),
+    "trl.SFTTrainer._total_train_tokens": Patch(
+        "the logged num_tokens would begin at 0 after a resume",
+        "TRL saves it in the trainer's state (1.16 does not)",
+    ),
+    "transformers.Trainer._load_optimizer_and_scheduler": Patch(
+        "the best checkpoint's Kahan compensation belongs to its weights",
+        "transformers loads the optimizer's state with the best model (5.23: the weights alone)",
+    ),
+    "transformers.Trainer._prepare_inputs": Patch(
+        "the loop of pre-training's held-out loss puts a batch on the device as evaluations do",
+        "the means of an evaluation are over tokens (5.23: of batches)",
+    ),
 }
-"""Private methods that training/trainer.py overrides, and why no public one serves."""
+"""Private names of the trainers that training/ overrides, calls or reads: why no public one serves,
+and what would end it."""
 
 
 @contextlib.contextmanager

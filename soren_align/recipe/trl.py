@@ -138,13 +138,18 @@ FILE = Path(__file__).with_name("trl.json")
 
 
 @functools.cache
+def recorded() -> dict[str, dict[str, Any]]:
+    """The content of FILE: `versions`, and the fields of each config class."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def fields(task: str) -> dict[str, Field]:
     """The fields of the installed TRL's config class for a task, by name."""
     # Importing TRL takes ten seconds and torch, and a typo should be reported within one: so the
     # fields of the pinned versions lie in a file. Other versions' are read from their classes.
-    recorded = json.loads(FILE.read_text(encoding="utf-8"))
     config = TASKS[task].config
-    rows = recorded[config] if recorded["versions"] == versions() else read_fields(config)
+    rows = recorded()[config] if recorded()["versions"] == versions() else read_fields(config)
     return {
         name: Field(
             name, frozenset(row["types"]), tuple(row["choices"]), row["default"], row["help"]
@@ -257,6 +262,12 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             )
         if key in RENAMED:
             return f"is no key of TRL's {config}; {RENAMED[key]}"
+        if key in recorded()[config]:
+            installed, tested = versions(), recorded()["versions"].items()
+            others = [
+                f"{p} {v} ({installed[p]} is installed)" for p, v in tested if v != installed[p]
+            ]
+            return f"needs {' or '.join(others)}; remove this key, or install that version"
         return f"is no key of TRL's {config}{did_you_mean(key, known, 'remove this key')}"
     if key == "report_to" and _fits(value, known[key].types):
         return problem(value)

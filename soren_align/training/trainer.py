@@ -7,8 +7,8 @@ transformers calls, in this order: `create_optimizer`, `create_scheduler`, `trai
 micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
 
 The mixin only joins parts: callbacks check and measure the steps (trained_optimizer.py, measure/),
-an Exporter and a CheckpointSealer write (saving.py). core/patches.py lists the private methods of
-transformers and TRL that are overridden here, with the reason of each.
+an Exporter and a CheckpointSealer write (saving.py). core/patches.py lists the private names of
+transformers and TRL that are used here, with the reason of each.
 """
 
 import math

@@ -22,6 +22,14 @@ def test_the_fields_of_other_versions_are_read_from_their_classes(monkeypatch):
         trl.fields.cache_clear()
 
 
+def test_a_key_of_other_versions_is_refused_with_them(monkeypatch):
+    tested, known = trl.recorded()["versions"], trl.fields("sft").keys() - {"packing"}
+    monkeypatch.setattr(trl, "versions", lambda: tested | {"trl": "1.15.0"})
+    monkeypatch.setattr(trl, "fields", lambda task: known)
+    remedy = "(1.15.0 is installed); remove this key, or install that version"
+    assert trl.problems("sft", {"packing": True}) == {"packing": f"needs trl {tested['trl']} {remedy}"}
+
+
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_no_default_is_called_wrong(task):
     for name, field in trl.fields(task).items():
