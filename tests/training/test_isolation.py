@@ -55,7 +55,7 @@ def test_examples_that_are_separate_are_packed(name, attention):
     check(model)
 
 
-@pytest.mark.parametrize("name", ["OPT", "Falcon", "Bloom", "Mamba", "GptOss"])
+@pytest.mark.parametrize("name", ["OPT", "Bloom", "Mamba", "GptOss"])
 def test_examples_that_attend_to_each_other_are_refused(name):
     message = r"trainer.packing: .* mixes the examples of one sequence: .*Write .*packing: false"
     with pytest.raises(UserError, match=message):
