@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from soren_align.core.extras import EXTRAS
 
 from tests.test_layers import imports
+from tests.versions import OLDEST, constraints
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "soren_align").rglob("*.py"))
@@ -142,6 +143,11 @@ def test_the_constraints_are_the_packages_of_an_installation(version):
     names = needed_packages(requirements, environment)
     # Torch takes any setuptools, and its builds for GPUs bring their own libraries.
     assert {each for each in names if not each.startswith(("setuptools", "nvidia-", "cuda-", "triton"))} == pinned
+
+
+def test_the_oldest_end_has_the_lower_bound_of_each_package():
+    assert sorted(line.split("==")[0] for line in constraints("oldest")) == sorted([*OLDEST, "torch"])
+    assert [line.split("==")[0] for line in constraints("newest")] == ["torch"]
 
 
 def declared_extras(text):
