@@ -46,7 +46,7 @@ ROW = {"messages": chat("What is the color of the cat?", "red")}
 
 # Mistakes in a recipe that are found before torch is loaded: what is replaced, by what, and the message.
 RECIPES = {
-    "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft, dpo or pretrain"),
+    "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft, dpo, kto or pretrain"),
     "no task": ("task: sft\n", "", r"task: is required"),
     "bfloat16 parameters": (
         "  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: .*bfloat16 .* Write float32"),

@@ -153,7 +153,7 @@ def test_columns_of_questions_change_a_recipes_file_too_and_are_for_sft_alone(ru
     refused = run("dpo", "--model", model, "--output", "out", *columns)
     assert (refused.code, refused.err) == (
         2,
-        "error: --question, --answer: are for sft on one file; write `columns` into the recipe's data section\n",
+        "error: --question, --answer: are for sft or kto on one file; write `columns` into the recipe's data section\n",
     )
     assert "--question" not in run("dpo", "--help").out
 

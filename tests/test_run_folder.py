@@ -298,7 +298,7 @@ def test_an_edited_run_json_is_refused_until_its_hash_is_removed(finished):
     for task in (None, "sing", ["sft"]):
         file.write_text(json.dumps(edited | {"task": task}))
         with pytest.raises(
-            UserError, match=r"run\.json: task: .* instead of sft or dpo or pretrain; restore this file"
+            UserError, match=r"run\.json: task: .* instead of sft or dpo or kto or pretrain; restore this file"
         ):
             finished.read()
 
