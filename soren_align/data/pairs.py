@@ -214,7 +214,7 @@ class LabelStats:
         return lines
 
 
-def auc(values: Sequence[float], labels: Sequence[bool]) -> float:
+def auc(values: Sequence[float], labels: Any) -> float:
     """The share of all pairs of a true and a false label in which the value of the true one is
     larger; equal values count as half. 0.5 without both labels."""
     is_true = np.asarray(labels, bool)

@@ -118,8 +118,7 @@ _ALL = (
         "eval_thumbs_accuracy",
         "only with KTO: of all pairs of a held-out answer labelled good and one labelled bad, the "
         "share in which the model gives the good one the higher mean log-probability of a token "
-        "(Mann-Whitney's AUC; an equal pair counts as half). It needs no reference, so the model "
-        "before training has one too. By chance it is 0.5",
+        "(Mann-Whitney's AUC; an equal pair counts as half). By chance it is 0.5",
     ),
     Metric(
         "kl_to_start",
