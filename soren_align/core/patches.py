@@ -107,6 +107,10 @@ PATCHES = {
         " and written while the next steps are taken",
         "accelerate's save_fsdp_model takes torch's async_save (1.15 does not)",
     ),
+    "trl.trainer.utils._ChunkedLogProbFunction": Patch(
+        "TRL 1.15 has its loss in Triton alone, so that nothing is trained without a GPU",
+        "the lower bound of TRL is 1.16, which has a way in torch",
+    ),
     **dict.fromkeys(
         ("trl.trainer.dpo_trainer.prepare_fsdp", "trl.trainer.kto_trainer.prepare_fsdp"),
         Patch(

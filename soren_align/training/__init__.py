@@ -9,6 +9,9 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not record.getMessage().startswith(_KERNELS)
 )
 
+from .head import use_plain_loss  # noqa: E402
 from .trainer import SorenDPOTrainer, SorenKTOTrainer, SorenSFTTrainer  # noqa: E402
+
+use_plain_loss()
 
 __all__ = ["SorenDPOTrainer", "SorenKTOTrainer", "SorenSFTTrainer"]
