@@ -20,6 +20,7 @@ from ..run.weights import complete_for_trl_, trl_config_names
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from . import adapters, trainer
+from .head import needs_plain_loss, plain_forward
 from .lost_updates import LostUpdatesPolicy
 from .measure.measurements import MeasurementLog
 from .model import load_model, save_dtype
@@ -150,6 +151,8 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
 
     def forward(tokens: Any) -> Any:
         with trl_config_names(base):
+            if needs_plain_loss():
+                return plain_forward(base, tokens)
             return model(input_ids=tokens, labels=tokens, fused_lm_head=True)
 
     return forward

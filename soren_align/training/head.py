@@ -6,7 +6,8 @@ TRL 1.15 computes them by Triton kernels alone, so that nothing could be trained
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import trl
@@ -88,8 +89,26 @@ def _tile(
     return of_labels, entropy, *rest
 
 
+def plain_forward(model: Any, tokens: Tensor) -> Any:
+    """An output with the `loss` of tokens [batch, length], all of which are labels. TRL 1.15 looks
+    for labels by their values, which the fake tensors of a plan do not have.
+    """
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+    head = model.get_output_embeddings()
+    of_labels, *_ = PlainLogProbs.apply(
+        *(hidden.flatten(0, 1), head.weight, head.bias, tokens[:, 1:].flatten()),
+        *(1.0, 0, None, 1.0, ()),
+    )
+    return SimpleNamespace(loss=-cast(Tensor, of_labels).mean())
+
+
+def needs_plain_loss() -> bool:
+    """Whether TRL is 1.15."""
+    return Version(trl.__version__) < Version("1.16")
+
+
 def use_plain_loss() -> None:
     """Let TRL 1.15 train without a GPU; later versions are not changed."""
-    if Version(trl.__version__) < Version("1.16"):
+    if needs_plain_loss():
         PlainLogProbs.on_gpus = vars(utils)["_ChunkedLogProbFunction"]
         _for_this_process.enter_context(patched(NAME, PlainLogProbs))
