@@ -5,6 +5,7 @@ here by name, and are loaded where they are used. A trainer of TRL is added by a
 training/trainer.py, the reading of its examples in data/formats.py, and a command.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -47,9 +48,11 @@ ROLE_ALIASES = {
 }
 """Other names of the roles; tool_call: the assistant's calls as text, see data/turns.py."""
 THUMBS = {
-    **dict.fromkeys(("true", "1", "+1", "up", "thumbs up", "👍", "yes", "good", "like"), True),
     **dict.fromkeys(
-        ("false", "0", "-1", "down", "thumbs down", "👎", "no", "bad", "dislike"), False
+        ("true", "1", "+1", "up", "thumbs up", "👍", "yes", "good", "like", "positive"), True
+    ),
+    **dict.fromkeys(
+        ("false", "0", "-1", "down", "thumbs down", "👎", "no", "bad", "dislike", "negative"), False
     ),
 }
 """Labels of answers, in lower case -> whether the answer is good."""
@@ -58,7 +61,9 @@ THUMBS = {
 def thumb(label: object) -> bool | None:
     """Whether a labelled answer is good; None if the label is none of THUMBS."""
     whole = int(label) if isinstance(label, bool | float) and label in (-1, 0, 1) else label
-    return THUMBS.get(str(whole).strip().lower())
+    # without the tones of skin, and the selector of emoji
+    text = re.sub("[\U0001f3fb-\U0001f3ff\ufe0f]", "", str(whole)).replace("_", " ")
+    return THUMBS.get(text.strip().lower())
 
 
 @dataclass(frozen=True)

@@ -511,3 +511,38 @@ def test_conversations_with_thumbs_are_left_to_kto(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match="has conversations with thumbs in 'label'"):
         read_data(str(tmp_path / "chats.jsonl"), None, None)
+
+
+@pytest.mark.parametrize(("up", "down", "shown"), [("5", "2", "'5', '2'"), ("👍", "", "'👍', ''")])
+def test_a_rating_that_is_no_thumb_is_no_reason_to_train_bad_answers(tmp_path, thumbs, up, down, shown):
+    thumbs.write_text(thumbs.read_text().replace("👍", up).replace("👎", down))
+    with pytest.raises(UserError) as error:
+        read_data(str(thumbs), None, None)
+    assert "column 'Feedback' looks like a rating, but has" in str(error.value)
+    assert all(value in str(error.value) for value in shown.split(", "))
+
+
+@pytest.mark.parametrize(("up", "down"), [("👍🏽", "👎🏿"), ("thumbs_up", "Thumbs_Down"), ("positive", "negative")])
+def test_thumbs_of_any_tone_are_read_and_a_few_other_words_left_out(tmp_path, thumbs, up, down):
+    text = thumbs.read_text().replace("👍", up).replace("👎", down)
+    thumbs.write_text(text + 'What now?,"Wait, please.",n/a,b\n')
+    own = read_data(str(thumbs), None, None)
+    assert {(q, a, good) for q, each in own.thumbs.items() for a, good in each} == {
+        (question, answer, thumb == "👍") for question, answer, thumb in THUMBS
+    }
+    assert any("because a cell is empty or no thumb: record" in notice for notice in own.notices)
+
+
+def test_only_liked_answers_are_a_faq(thumbs):
+    lines = [line for line in thumbs.read_text().splitlines() if "👎" not in line]
+    thumbs.write_text("\n".join(lines))
+    own = read_data(str(thumbs), None, None)
+    assert not own.thumbs
+    assert len(own.pairs) == 30
+
+
+def test_columns_with_other_names_are_asked_for_beside_the_thumbs(thumbs):
+    thumbs.write_text(thumbs.read_text().replace("Question,Reply", "Customer wrote,Bot wrote"))
+    with pytest.raises(UserError, match=r"add --question COLUMN --answer COLUMN.*\('Feedback' is read as thumbs\)"):
+        read_data(str(thumbs), None, None)
+    assert len(read_data(str(thumbs), "Customer wrote", "Bot wrote").thumbs) == 30

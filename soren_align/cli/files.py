@@ -65,7 +65,7 @@ def new(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Your questions and answers, chats or pairs (.csv, .xlsx, .json, .jsonl).",
+            help="Your questions and answers, chats, pairs or thumbs (.csv, .xlsx, .json, .jsonl).",
         ),
     ] = None,
     question: Annotated[
@@ -90,7 +90,7 @@ def new(
 ) -> None:
     """Write a starting folder for your own data and questions.
 
-    The folder has two recipes (SFT, then DPO), examples for both, and a suite of questions that
+    The folder has recipes (SFT; then DPO, or KTO for thumbs), their examples, and a suite of questions that
     judges them. You can run the recipes without a change. With --data, examples and questions come
     from your file: trained questions, rephrased ones, or examples that are held out.
     """

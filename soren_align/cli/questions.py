@@ -83,6 +83,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         first_records,
         label_column,
         question_columns,
+        refuse_other_ratings,
         spreadsheet,
     )
 
@@ -109,7 +110,13 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         if column in columns and question is None:
             return _conversations(data, rows, column)
     unlabelled = [{k: v for k, v in row.items() if k != label} for row in rows]
-    names = question_columns(data, question, answer, unlabelled)
+    if label is None:
+        refuse_other_ratings(data, columns, rows)
+    try:
+        names = question_columns(data, question, answer, unlabelled)
+    except UserError as error:
+        thumbs_read = f" ('{label}' is read as thumbs)" if label else ""
+        raise UserError(f"{error}{thumbs_read}") from None
     chosen, rejected = (names.get(key, "") for key in ("chosen", "rejected"))
     keys = [names["instruction"], *([chosen, rejected] if chosen else [names["output"]])]
     # Alpaca's optional column, joined as in a training on the file itself.
@@ -139,7 +146,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
         notices.append(
-            f"left out, because a cell is empty: record {', '.join(incomplete[:5])}{more}"
+            f"left out, because a cell is empty{' or no thumb' if label else ''}: record {', '.join(incomplete[:5])}{more}"
         )
     pairs: dict[str, str] = {}
     by_prompt: dict[str, list[Pair]] = defaultdict(list)
@@ -324,6 +331,10 @@ def write_questions(
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")
     files = {f"questions/{name}/test.jsonl": each for name, each in (columns | waiting).items()}
+    if own.thumbs:  # all good answers, not one for each prompt
+        held_out = {record["prompt"] for record in judged}
+        every = [(q, a) for q, each in own.thumbs.items() for a, good in each if good]
+        train = [*dict.fromkeys(pair for pair in every if pair[0] not in held_out)]
     files["chat.jsonl"] = own.chats or [{"instruction": q, "output": a} for q, a in train]
     lines = [f"chat.jsonl: {count(len(files['chat.jsonl']), 'example')} of {own.name}"]
     if own.rejected:
@@ -336,7 +347,6 @@ def write_questions(
         ]
         lines.append(f"pairs.jsonl: {count(len(files['pairs.jsonl']), 'pair')} of {own.name}")
     if own.thumbs:
-        held_out = {record["prompt"] for record in judged}
         files["thumbs_test.jsonl"] = judged
         files["thumbs.jsonl"] = [
             {"prompt": prompt, "completion": reply, "label": good}

@@ -34,6 +34,7 @@ Reader = Callable[[Example, tuple[str, ...]], Example]
 """Takes an example, by our names, and the columns to read; returns it in TRL's columns. Raises
 InvalidExample if it cannot be trained on."""
 PLAIN_PAIRS = "plain prompts and pairs of answers, as turns"
+LABEL = "label"
 PLAIN_LABELLED = "plain prompts and labelled answers, as turns"
 _PAIR, _COMPLETION = ("chosen", "rejected"), ("prompt", "completion")
 _LABELLED = (*_COMPLETION, "label")
@@ -169,6 +170,8 @@ def recognize(
     # Recorded in run.json as columns_dropped: a misspelt column shows there.
     unused = tuple(column for column in example if column not in data_format.columns_read)
     texts = () if mapping.columns else _unread_texts(example, unused, data_format)
+    if task == "sft" and LABEL in unused and thumb(example[LABEL]) is not None:
+        texts = (*texts, LABEL) if "completion" in data_format.outputs else texts
     return data_format._replace(unused=unused, unread_texts=texts)
 
 

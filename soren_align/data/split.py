@@ -98,6 +98,11 @@ def load_split(spec: DataSplit, task: TaskName) -> LoadedSplit:
 
 def unread_notices(spec: DataSplit, data_format: Format) -> tuple[str, ...]:
     """A notice about columns of text that reach no token, if the recipe does not list columns."""
+    if formats.LABEL in data_format.unread_texts:
+        return (
+            f"{spec.path}: the column label has thumbs, which sft does not read: bad answers are"
+            " trained like good ones. To learn from both, run `soren-align kto`",
+        )
     if not data_format.unread_texts:
         return ()
     columns = columns_text(dict(zip(data_format.inputs, data_format.columns_read, strict=True)))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, takewhile
@@ -202,7 +203,8 @@ _TEXT = "text message review sentence comment nachricht kommentar satz"
 _LABEL = "label class category sentiment kategorie klasse catégorie categoría"
 _CHOSEN = "chosen preferred good better accepted gut gute bessere bonne buena buona"
 _REJECTED = "rejected bad worse schlecht schlechte schlechtere mauvaise mala cattiva"
-_THUMBS = "label thumb thumbs feedback rating vote liked kto_tag daumen bewertung pouce pulgar"
+_RATING = "thumb thumbs feedback rating vote liked daumen bewertung pouce pulgar"
+_THUMBS = f"{_RATING} label kto_tag"
 """Words of column names, in ten languages."""
 _ASKS = re.compile(r"[?？؟]")
 _KNOWN = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"))
@@ -267,16 +269,33 @@ def question_columns(
 def label_column(names: Sequence[str], records: Records, *, by_name: bool = True) -> str | None:
     """The one column that has thumbs, up and down; None if there is none, or several.
 
-    by_name: only a column with such a name: "active: yes" is no thumb.
+    by_name: only a column with such a name: "active: yes" is no thumb. A tenth of its cells may
+    have other words, such as n/a.
     """
     columns = []
     for name in names if len(names) > 2 else ():  # beside a question and an answer
-        labels = {
-            thumb(value) for record in records if (value := record.get(name)) not in (None, "")
-        }
-        if labels == {True, False} and (not by_name or _has_word(name, _THUMBS)):
+        cells = [value for record in records if (value := record.get(name)) not in (None, "")]
+        labels = Counter(map(thumb, cells))
+        others = labels.pop(None, 0)
+        is_meant = _has_word(name, _THUMBS) and others <= len(cells) / 10 if by_name else not others
+        if len(labels) == 2 and is_meant:
             columns.append(name)
     return columns[0] if len(columns) == 1 else None
+
+
+def refuse_other_ratings(path: str, names: Sequence[str], records: Records) -> None:
+    """Raise UserError if a column is a rating by its name and has few values, but no thumbs of both
+    kinds: bad answers would be trained like good ones.
+    """
+    for name in names if len(names) > 2 else ():
+        cells = Counter(str(record.get(name) or "").strip() for record in records)
+        if _has_word(name, _RATING) and len(cells) <= 10 and not all(map(thumb, cells)):
+            values = ", ".join(repr(value) for value, _ in cells.most_common(5))
+            raise UserError(
+                f"--data: {path}: column '{name}' looks like a rating, but has {values}; write up or"
+                " down into it (an empty cell leaves its record out), or remove the column to train"
+                " all answers"
+            )
 
 
 def thumbs_of(path: str) -> str | None:

@@ -515,7 +515,8 @@ class SorenKTOTrainer(ReferenceMixin, KTOTrainer):
         """TRL's loop, with the accuracy in its metrics."""
         self._thumbs, prefix = [], kwargs.get("metric_key_prefix", "eval")
         output: Any = super().evaluation_loop(*args, **kwargs)
-        output.metrics[f"{prefix}_thumbs_accuracy"] = auc(*zip(*self._thumbs, strict=True))
+        if len({label for _, label in self._thumbs}) == 2:
+            output.metrics[f"{prefix}_thumbs_accuracy"] = auc(*zip(*self._thumbs, strict=True))
         return output
 
 

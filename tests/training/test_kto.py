@@ -13,6 +13,7 @@ from soren_align.core.shipped import ROOT
 from soren_align.data.masks import Tokens
 from soren_align.data.pairs import LabelCounter, auc, auc_error
 from soren_align.recipe import load
+from soren_align.run.record import describe_losses
 from soren_align.training.setup import trl_arguments
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import LABELLED
@@ -135,8 +136,11 @@ def test_a_run_reports_the_thumbs_before_and_after(tiny_run):
     assert thumbs["error"] == auc_error(thumbs["num_good"], thumbs["num_bad"])
     said = " ".join(run.said.getvalue().split())
     end = f"{thumbs['evaluations'][1]['accuracy']:.0%}"
-    assert "of all pairs, before training in " in said
-    assert f"good and {thumbs['num_bad']} bad held-out answers the model prefers the good one in {end} of all" in said
+    assert "of all comparisons, before training in " in said
+    assert (
+        f"good and {thumbs['num_bad']} bad held-out answers, a good one is likelier than a bad one in {end} of all"
+        in said
+    )
 
 
 def test_auc_and_its_error_are_those_of_scipy():
@@ -266,3 +270,31 @@ def test_what_takes_the_other_answers_of_a_batch_away_is_refused_early(override,
     assert text in str(error.value)
     if "streaming" not in override:  # which has no estimate of the divergence
         load("quickstart/kto", [*where, override, "trainer.loss_type=apo_zero_unpaired"])
+
+
+@pytest.mark.parametrize("columns", ["{}", "{instruction: prompt, output: completion}"])
+def test_sft_on_labelled_answers_warns_that_bad_ones_are_trained(tiny_run, tmp_path, columns):
+    path = tmp_path / "thumbs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:30]))
+    keys = (f"data.train={{path: {path}, columns: {columns}}}", "data.eval=null", "trainer.assistant_only_loss=false")
+    notices = tiny_run("sft", *keys).prepare().notices
+    assert [notice for notice in notices if "has thumbs, which sft does not read: bad answers are trained" in notice]
+
+
+def test_held_out_answers_of_one_kind_have_no_accuracy(run_of, tmp_path):
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:30] if row["label"]))
+    run = run_of(ROWS[30:60], f"data.eval={{path: {tmp_path / 'good.jsonl'}}}", "trainer.eval_strategy=steps",
+                 "trainer.eval_steps=6")  # fmt: skip
+    assert run.train()
+    assert "thumbs" not in run.folder.record()["training"]
+
+
+def test_a_start_that_knows_is_said_to_show_no_gain():
+    thumbs = {"num_good": 9, "num_bad": 22, "error": 0.116,
+              "evaluations": [{"step": 0, "accuracy": 1.0}, {"step": 9, "accuracy": 1.0}]}  # fmt: skip
+    training = {"first_loss": None, "last_loss": None, "thumbs": thumbs}
+    (text,) = describe_losses(training)
+    assert text.endswith("(chance: 50%, two standard deviations 23%): the start preferred them already, so this cannot "
+                         "show a gain")  # fmt: skip
+    thumbs["evaluations"][0]["accuracy"] = 0.5
+    assert "cannot show" not in describe_losses(training)[0]
