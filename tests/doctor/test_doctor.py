@@ -73,7 +73,7 @@ def test_the_exit_code_is_1_if_a_line_failed(tmp_path, monkeypatch, verdict):
     assert all(name in done.stdout for name in CHECKS)
 
 
-@pytest.mark.parametrize(("package", "ranges"), [("trl", "<1.17,>=1.16"), ("lm-eval", "<0.5,>=0.4.13")])
+@pytest.mark.parametrize(("package", "ranges"), [("trl", "<1.17,>=1.15"), ("lm-eval", "<0.5,>=0.4.13")])
 def test_a_wrong_version_is_named(machine, monkeypatch, package, ranges):
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.3.0" if name == package else real(name))
