@@ -2,7 +2,15 @@
 tokens.
 """
 
-from .arrow import dataset_of, filled, filtered, has_turns, iterable_dataset, token_lengths
+from .arrow import (
+    dataset_of,
+    filled,
+    filtered,
+    has_turns,
+    iterable_dataset,
+    token_lengths,
+    with_other_answers,
+)
 from .cache import uncached, verified_values
 from .encode import BATCH_SIZE, encode, has_marks, text_ids
 from .formats import PLAIN_LABELLED, PLAIN_PAIRS

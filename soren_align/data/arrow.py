@@ -22,11 +22,12 @@ from datasets import (
     concatenate_datasets,
     config,
 )
+from datasets.fingerprint import Hasher
 from datasets.iterable_dataset import ExamplesIterable
 
 from ..core.errors import UserError
 from ..tasks import OPTIONS, TASKS
-from .cache import BATCH_SIZE, cache_key, cached, folder_errors
+from .cache import BATCH_SIZE, cache_key, cached, folder_errors, uncached
 from .turns import plain_turns, without_nulls
 
 
@@ -110,6 +111,24 @@ def token_lengths(dataset: Dataset) -> list[int]:
         else:
             lengths += own["input_ids"].tolist()
     return lengths
+
+
+def with_other_answers(dataset: Dataset, size: int) -> Dataset:
+    """Labelled answers as tokens, with the answer to another prompt: that of the example before, in
+    the same batch of `size`.
+    """
+
+    def rotated(batch: dict[str, Any]) -> dict[str, Any]:
+        own = batch["completion_ids"]
+        return {"KL_completion_ids": [own[-1], *own[:-1]]}
+
+    with uncached():
+        name = Hasher.hash((dataset._fingerprint, size))
+        made = dataset.map(rotated, batched=True, batch_size=size, new_fingerprint=name)
+    # Each process has this copy in a folder of its own. What TRL caches beside a dataset, such as
+    # log-probabilities, lies beside the tokens, where all ranks and a resumed run find it.
+    vars(made)["_get_cache_file_path"] = dataset._get_cache_file_path
+    return made
 
 
 def filled(dataset: Any, number: int) -> Dataset:

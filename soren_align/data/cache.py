@@ -137,12 +137,12 @@ def uncached() -> Iterator[None]:
 
 
 @contextmanager
-def verified_values(dataset: Dataset, key: str, is_first: bool) -> Iterator[None]:
+def verified_values(dataset: Dataset, key: tuple[Any, ...], is_first: bool) -> Iterator[None]:
     """A context in which TRL reads the values that it caches beside a dataset under `key`, or makes
     them: a damaged file is removed before, by every rank; the first rank records the digest after.
     """
     # TRL's own file name, computed as TRL does.
-    file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, key))))
+    file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, *key))))
     digest = file.with_suffix(".json")
     try:
         equal = not file.exists() or [read_json(digest)] == contents([file])

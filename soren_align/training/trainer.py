@@ -27,7 +27,16 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from ..core.errors import UserError
 from ..core.patches import patched
-from ..data import answered, auc, filled, filtered, token_lengths, uncached, verified_values
+from ..data import (
+    answered,
+    auc,
+    filled,
+    filtered,
+    token_lengths,
+    uncached,
+    verified_values,
+    with_other_answers,
+)
 from ..optim import build_optimizer, completed_settings
 from ..recipe import OptimizerSection
 from ..sharding import chain_of, set_strategy, shard_reference, sum_in_float32
@@ -384,6 +393,9 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
 class ReferenceMixin(SorenTrainerMixin):
     """SorenTrainerMixin for a loss with a reference model: checks it, and keeps its values."""
 
+    reference_settings: tuple[Any, ...] = ()
+    """What TRL's cache key of log-probabilities has beside dataset and model."""
+
     def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
         # Before TRL's constructor, which computes the log-probabilities.
         self._reference_key: str | None = None
@@ -431,7 +443,8 @@ class ReferenceMixin(SorenTrainerMixin):
         # Once per run: hashing sharded weights is collective and reads all of them.
         if self._reference_key is None:
             self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
-        with verified_values(dataset, self._reference_key, current_ranks().is_first):
+        key = (self._reference_key, *self.reference_settings)
+        with verified_values(dataset, key, current_ranks().is_first):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
 
@@ -481,14 +494,13 @@ class SorenKTOTrainer(ReferenceMixin, KTOTrainer):
         dataset = filtered(dataset, lambda one: not answered(one).drop_reason(args.max_length))
         if not self.calculate_KL:
             return dataset
-
-        def rotated(batch: dict[str, Any]) -> dict[str, Any]:
-            own = batch["completion_ids"]
-            return {"KL_completion_ids": [own[-1], *own[:-1]]}
-
         size = args.per_device_train_batch_size * current_ranks().num_ranks
-        with uncached():
-            return dataset.map(rotated, batched=True, batch_size=size)
+        return with_other_answers(dataset, size)
+
+    @property
+    def reference_settings(self) -> tuple[bool]:
+        """Whether the answers to other prompts have log-probabilities too."""
+        return (self.calculate_KL,)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any

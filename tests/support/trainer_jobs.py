@@ -164,13 +164,15 @@ def adapters(make):
 
 def kto(make):
     """Ten steps of KTO under every mode, in batches of 12 on all ranks."""
-    modes = ("fsdp2", "ddp", "zero2", "zero3") if make.ranks.num_ranks == 2 else ("ddp",)
+    num_ranks = make.ranks.num_ranks
+    modes = ("fsdp2", "ddp", "precomputed", "zero2", "zero3") if num_ranks == 2 else ("ddp",)
     for mode in modes:
         with fsdp2_on_cpus() if mode == "fsdp2" else nullcontext():
-            size = f"trainer.per_device_train_batch_size={12 // make.ranks.num_ranks}"
-            trainer = make(f"{mode}-{make.ranks.num_ranks}", "kto", *LABELLED, size, f"run.parallel={mode}").trainer()
+            keys = (*LABELLED, f"trainer.per_device_train_batch_size={12 // num_ranks}")
+            keys += (*PRECOMPUTED, "run.parallel=ddp") if mode == "precomputed" else (f"run.parallel={mode}",)
+            trainer = make(f"{mode}-{num_ranks}", "kto", *keys).trainer()
             trainer.train()
-            trainer.save_model(str(make.folder / f"{mode}-{make.ranks.num_ranks}" / "model"))
+            trainer.save_model(str(make.folder / f"{mode}-{num_ranks}" / "model"))
 
 
 LABELLED = (*PARITY, "run.global_batch_size=12", "data.train.limit=150", "trainer.eval_strategy=steps")

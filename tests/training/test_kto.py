@@ -1,6 +1,7 @@
 """KTO: TRL's loss and steps, equal on any number of ranks and after a resume, and what is wrong with labels."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from soren_align.data.pairs import LabelCounter, auc, auc_error
 from soren_align.recipe import load
 from soren_align.run.record import describe_losses
 from soren_align.training.setup import trl_arguments
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, flip_bit
 from tests.support.trainer_jobs import LABELLED
 from tests.support.trainer_parity import furthest, logged, ranks_do
 from transformers import AutoModelForCausalLM
@@ -79,7 +80,7 @@ def on_ranks(rank_pools, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["ddp-2", "zero2-2", "zero3-2", "fsdp2-2", "ddp-3"])
+@pytest.mark.parametrize("name", ["ddp-2", "zero2-2", "zero3-2", "fsdp2-2", "precomputed-2", "ddp-3"])
 def test_ranks_take_the_ten_steps_of_one_process(on_ranks, name):
     alone, found = (load_file(on_ranks / each / "model/model.safetensors") for each in ("alone", name))
     assert furthest(alone, found) <= 2e-6
@@ -98,6 +99,23 @@ def test_ranks_take_the_ten_steps_of_one_process(on_ranks, name):
 def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(resumed, keys):
     whole, run = resumed(3, "kto", *keys)
     assert logged(whole.folder) == logged(run.folder)
+
+
+def test_log_probabilities_are_computed_once_and_a_damaged_file_again(tiny_run, monkeypatch, capsys):
+    keys = ("trainer.precompute_ref_log_probs=true", "data.eval=null", "trainer.eval_on_start=false")
+    first = tiny_run("kto", *keys, name="first").trainer().train_dataset
+    with monkeypatch.context() as patch:
+        patch.setattr(trl.KTOTrainer, "compute_ref_log_probs", None)  # it would be called
+        second = tiny_run("kto", *keys, name="second").trainer().train_dataset
+    names = ("ref_logps", "ref_KL_logps")
+    values = [first[name][:] for name in names]
+    assert [second[name][:] for name in names] == values
+    files = [Path(entry["filename"]) for entry in second.cache_files]
+    (file,) = (file for file in files if file.name.startswith("cache-") and file.with_suffix(".json").exists())
+    flip_bit(file)
+    third = tiny_run("kto", *keys, name="third").trainer().train_dataset
+    assert "itismadeagain" in "".join(capsys.readouterr().err.split())  # a notice is wrapped
+    assert [third[name][:] for name in names] == values
 
 
 def test_the_accuracy_is_that_of_a_plain_computation_at_the_start_and_at_the_end(tiny_run):
