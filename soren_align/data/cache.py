@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,14 @@ def uncached() -> Iterator[None]:
 
 
 @contextmanager
-def verified_values(dataset: Dataset, key: tuple[Any, ...], is_first: bool) -> Iterator[None]:
+def verified_values(dataset: Dataset, key: tuple[Any, ...], ranks: Any) -> Iterator[None]:
     """A context in which TRL reads the values that it caches beside a dataset under `key`, or makes
     them: a damaged file is removed before, by every rank; the first rank records the digest after.
+    Collective.
     """
+    # The first rank writes. Without a cache the others have the tokens in folders of their own.
+    folder = ranks.broadcast(Path(dataset._get_cache_file_path("")).parent)
+    vars(dataset)["_get_cache_file_path"] = partial(_cache_file, folder)
     # TRL's own file name, computed as TRL does.
     file = Path(dataset._get_cache_file_path(Hasher.hash((dataset._fingerprint, *key))))
     digest = file.with_suffix(".json")
@@ -152,8 +157,13 @@ def verified_values(dataset: Dataset, key: tuple[Any, ...], is_first: bool) -> I
         print_labelled(stderr_console(), "notice", f"{file}: {CHANGED}; it is made again")
         file.unlink(missing_ok=True)
     yield
-    if is_first and file.exists():
+    if ranks.is_first and file.exists():
         write(digest, json.dumps(contents([file])[0]))
+
+
+def _cache_file(folder: Path, fingerprint: str) -> str:
+    """`Dataset._get_cache_file_path`, in this folder."""
+    return str(folder / f"cache-{fingerprint}.arrow")
 
 
 def prune(root: Path) -> None:

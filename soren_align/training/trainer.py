@@ -444,7 +444,7 @@ class ReferenceMixin(SorenTrainerMixin):
         if self._reference_key is None:
             self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
         key = (self._reference_key, *self.reference_settings)
-        with verified_values(dataset, key, current_ranks().is_first):
+        with verified_values(dataset, key, current_ranks()):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
 

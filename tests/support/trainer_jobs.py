@@ -169,7 +169,11 @@ def kto(make):
     for mode in modes:
         with fsdp2_on_cpus() if mode == "fsdp2" else nullcontext():
             keys = (*LABELLED, f"trainer.per_device_train_batch_size={12 // num_ranks}")
-            keys += (*PRECOMPUTED, "run.parallel=ddp") if mode == "precomputed" else (f"run.parallel={mode}",)
+            keys += (
+                (*PRECOMPUTED, "data.cache=false", "run.parallel=ddp")
+                if mode == "precomputed"
+                else (f"run.parallel={mode}",)
+            )
             trainer = make(f"{mode}-{num_ranks}", "kto", *keys).trainer()
             trainer.train()
             trainer.save_model(str(make.folder / f"{mode}-{num_ranks}" / "model"))
