@@ -90,9 +90,9 @@ def new(
 ) -> None:
     """Write a starting folder for your own data and questions.
 
-    The folder has recipes (SFT; then DPO, or KTO for thumbs), their examples, and a suite of questions that
-    judges them. You can run the recipes without a change. With --data, examples and questions come
-    from your file: trained questions, rephrased ones, or examples that are held out.
+    The folder has recipes (SFT; then DPO, or KTO for thumbs), their examples, and a suite of
+    questions that judges them. You can run the recipes without a change. With --data, examples and
+    questions come from your file: trained questions, rephrased ones, or examples that are held out.
     """
     if data is None:
         options = ["question", "answer", "kind", "rephrase"]

@@ -79,6 +79,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
     from ..recipe.data_files import (
         MAX_ROWS,
         SPREADSHEET,
+        column_names,
         data_files,
         first_records,
         label_column,
@@ -99,8 +100,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
         raise UserError(f"{name}: has no records; name a file with questions and answers")
     rows, notices = _decoded(data, rows)
     notices += [sheets] * bool(sheets)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    label = label_column(columns, rows)
+    columns, label = column_names(rows), label_column(rows)
     for column in ("messages", "conversations"):
         if column in columns and label:
             raise UserError(
@@ -111,7 +111,7 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
             return _conversations(data, rows, column)
     unlabelled = [{k: v for k, v in row.items() if k != label} for row in rows]
     if label is None:
-        refuse_other_ratings(data, columns, rows)
+        refuse_other_ratings(data, rows)
     try:
         names = question_columns(data, question, answer, unlabelled)
     except UserError as error:
@@ -145,9 +145,8 @@ def read_data(data: str, question: str | None, answer: str | None) -> OwnData:
             incomplete.append(str(number))
     if incomplete:
         more = f" and {len(incomplete) - 5} more" if len(incomplete) > 5 else ""
-        notices.append(
-            f"left out, because a cell is empty{' or no thumb' if label else ''}: record {', '.join(incomplete[:5])}{more}"
-        )
+        reason = "a cell is empty or no thumb" if label else "a cell is empty"
+        notices.append(f"left out, because {reason}: record {', '.join(incomplete[:5])}{more}")
     pairs: dict[str, str] = {}
     by_prompt: dict[str, list[Pair]] = defaultdict(list)
     for prompt, reply, *worse in texts:
@@ -331,10 +330,13 @@ def write_questions(
     elif rephrase:
         notices.append("--rephrase has no effect: other questions than the trained ones test this")
     files = {f"questions/{name}/test.jsonl": each for name, each in (columns | waiting).items()}
-    if own.thumbs:  # all good answers, not one for each prompt
+    if own.thumbs:
         held_out = {record["prompt"] for record in judged}
-        every = [(q, a) for q, each in own.thumbs.items() for a, good in each if good]
-        train = [*dict.fromkeys(pair for pair in every if pair[0] not in held_out)]
+        rest = [record for record in _answers(own) if record["prompt"] not in held_out]
+        files |= {"thumbs.jsonl": rest, "thumbs_test.jsonl": judged}
+        # All good answers, not one for each prompt.
+        good = ((record["prompt"], record["completion"]) for record in rest if record["label"])
+        train = [*dict.fromkeys(good)]
     files["chat.jsonl"] = own.chats or [{"instruction": q, "output": a} for q, a in train]
     lines = [f"chat.jsonl: {count(len(files['chat.jsonl']), 'example')} of {own.name}"]
     if own.rejected:
@@ -347,13 +349,6 @@ def write_questions(
         ]
         lines.append(f"pairs.jsonl: {count(len(files['pairs.jsonl']), 'pair')} of {own.name}")
     if own.thumbs:
-        files["thumbs_test.jsonl"] = judged
-        files["thumbs.jsonl"] = [
-            {"prompt": prompt, "completion": reply, "label": good}
-            for prompt, each in own.thumbs.items()
-            if prompt not in held_out
-            for reply, good in each
-        ]
         lines.append(
             f"thumbs.jsonl: {count(len(files['thumbs.jsonl']), 'answer')} of {own.name};"
             f" thumbs_test.jsonl: {len(judged)} others, to test"
@@ -434,26 +429,19 @@ def _divide(
     """Return the pairs to train on, the records of each column, and notices."""
     columns: dict[str, list[Record]] = {}
     train, notices = own.pairs, []
-    if own.rejected:
-        prompts = [*own.rejected]
+    if prompts := [*(own.rejected or own.thumbs)]:
         held_out = {*draw.sample(prompts, _num_held_out(len(prompts)))}
-        columns["preference"] = [
-            {"prompt": prompt, "chosen": better, "rejected": worse}
-            for prompt in prompts
-            if prompt in held_out
-            for better, worse in own.rejected[prompt][:1]
-        ]
         train = [pair for pair in train if pair[0] not in held_out]
-    elif own.thumbs:
-        prompts = [*own.thumbs]
-        held_out = {*draw.sample(prompts, _num_held_out(len(prompts)))}
-        columns["thumbs"] = [
-            {"prompt": prompt, "completion": reply, "label": good}
-            for prompt in prompts
-            if prompt in held_out
-            for reply, good in own.thumbs[prompt]
-        ]
-        train = [pair for pair in train if pair[0] not in held_out]
+        if own.rejected:
+            columns["preference"] = [
+                {"prompt": prompt, "chosen": better, "rejected": worse}
+                for prompt in prompts
+                if prompt in held_out
+                for better, worse in own.rejected[prompt][:1]
+            ]
+        else:
+            judged = (record for record in _answers(own) if record["prompt"] in held_out)
+            columns["thumbs"] = [*judged]
     elif own.chats:
         pass  # turns of several conversations may depend on each other's facts: all are trained
     elif kind == "facts":
@@ -479,6 +467,15 @@ def _divide(
         columns["rephrased"] = _questions(wordings[:MAX_QUESTIONS])
     chosen = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
     return train, {"trained": _questions([train[i] for i in chosen])} | columns, notices
+
+
+def _answers(own: OwnData) -> list[Record]:
+    """Return all labelled answers, in the order of their prompts."""
+    return [
+        {"prompt": prompt, "completion": reply, "label": good}
+        for prompt, each in own.thumbs.items()
+        for reply, good in each
+    ]
 
 
 def _questions(pairs: Iterable[Pair]) -> list[Record]:

@@ -53,8 +53,8 @@ def convert(
     """The recipe that trains as `source` does.
 
     name, folder: the file's, without suffix; the task is taken from them if no key determines it.
-    task: sft, dpo or kto, instead of the source's own. template_path: for an inline template, which the
-    caller writes. Raises UserError if the task is another or unknown, or if no dataset is named.
+    task: sft, dpo or kto, instead of the source's own. template_path: for an inline template, which
+    the caller writes. Raises UserError if the task is another or unknown, or if no dataset is named.
     """
     sections = [
         source[key] for key in ("optimizer", "trainer") if isinstance(source.get(key), dict)

@@ -38,8 +38,8 @@ def import_file(
 ) -> tuple[str, str]:
     """The recipe as YAML, which `load` accepts, and the table of the outcome of each key.
 
-    task: sft, dpo or kto, instead of the file's own. template_file: where an inline chat template is
-    written, if there is one; None: it is left out. Models, data and suites that are not here are
+    task: sft, dpo or kto, instead of the file's own. template_file: where an inline chat template
+    is written, if there is one; None: it is left out. Models, data and suites that are not here are
     listed under the table. Raises UserError, with every mistake, for a file that is not YAML, is
     for another task, or gives an invalid recipe; then nothing is written.
     """

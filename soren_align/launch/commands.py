@@ -535,7 +535,7 @@ def merge(run: str) -> None:
 
 
 def spectrum(run: str, globs: list[str], *, as_json: bool) -> None:
-    """Show the output of every map on the spectra of a run, without training, in a table or JSON."""
+    """Show the output of every map on the spectra of a run, without training."""
     folder = RunFolder(run)
     folder.record()
     with folder.locked(shared=True):

@@ -92,8 +92,8 @@ class Soren(RegisteredMap, name="soren"):
     momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with
         cycle_momentum change the momentum, and not the betas of AdamW groups.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
-    weight_decay_to: "start" for W <- W - lr * weight_decay * (W - W0) instead, W0 the weights before
-        the first step, which are kept in the state.
+    weight_decay_to: "start" for W <- W - lr * weight_decay * (W - W0) instead, W0 the weights
+        before the first step, which are kept in the state.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see
         `rounding`), so that its updates are those of float32; other parameters do not need it.
     momentum_dtype: "bfloat16" stores the momentum in half of the memory; float64 matrices keep

@@ -2,8 +2,8 @@
 
 step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the
 parameter's shape; of a matrix exp_avg_sq is the second moment of its map's output, if the group has
-that of elements. compensation: see `rounding`. start: the parameter itself before the first step, in
-its dtype, if weight decay moves towards it. A map's state, and the second moments of the rows,
+that of elements. compensation: see `rounding`. start: the parameter itself before the first step,
+in its dtype, if weight decay moves towards it. A map's state, and the second moments of the rows,
 are flat: see `layout.with_map_state`. Under FSDP2 they are a DTensor, which is divided as the
 parameter.
 """

@@ -508,7 +508,7 @@ def _check_training(raw: _Raw) -> None:
 
 
 def _check_kto(raw: _Raw) -> None:
-    """Check what TRL's estimate of the KL divergence needs: the answers of neighbours in a batch."""
+    """Check what TRL's estimate of the KL divergence needs: the other answers of a batch."""
     reason = "KTO estimates a divergence from the other answers of a batch"
     if raw.get("trainer", "train_sampling_strategy") not in (None, "sequential"):
         message = f"{reason}, which is made before training; remove this key"

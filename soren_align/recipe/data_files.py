@@ -232,7 +232,7 @@ def question_columns(
     is_first = records is None
     if records is None:
         records = _first_of(path, NUM_LINES)
-    names = list(dict.fromkeys(column for record in records for column in record))
+    names = column_names(records)
     if missing := next((column for column in columns.values() if column not in names), None):
         hint = did_you_mean(missing, names, "write one of these columns")
         raise UserError(
@@ -266,13 +266,18 @@ def question_columns(
     raise UserError(f"--data: {path}: {finding}")
 
 
-def label_column(names: Sequence[str], records: Records, *, by_name: bool = True) -> str | None:
+def column_names(records: Records) -> list[str]:
+    """The columns of all records, in the order in which they occur."""
+    return list(dict.fromkeys(column for record in records for column in record))
+
+
+def label_column(records: Records, *, by_name: bool = True) -> str | None:
     """The one column that has thumbs, up and down; None if there is none, or several.
 
     by_name: only a column with such a name: "active: yes" is no thumb. A tenth of its cells may
     have other words, such as n/a.
     """
-    columns = []
+    names, columns = column_names(records), []
     for name in names if len(names) > 2 else ():  # beside a question and an answer
         cells = [value for record in records if (value := record.get(name)) not in (None, "")]
         labels = Counter(map(thumb, cells))
@@ -283,25 +288,25 @@ def label_column(names: Sequence[str], records: Records, *, by_name: bool = True
     return columns[0] if len(columns) == 1 else None
 
 
-def refuse_other_ratings(path: str, names: Sequence[str], records: Records) -> None:
+def refuse_other_ratings(path: str, records: Records) -> None:
     """Raise UserError if a column is a rating by its name and has few values, but no thumbs of both
     kinds: bad answers would be trained like good ones.
     """
+    names = column_names(records)
     for name in names if len(names) > 2 else ():
         cells = Counter(str(record.get(name) or "").strip() for record in records)
         if _has_word(name, _RATING) and len(cells) <= 10 and not all(map(thumb, cells)):
             values = ", ".join(repr(value) for value, _ in cells.most_common(5))
             raise UserError(
-                f"--data: {path}: column '{name}' looks like a rating, but has {values}; write up or"
-                " down into it (an empty cell leaves its record out), or remove the column to train"
+                f"--data: {path}: column '{name}' looks like a rating, but has {values}; write up"
+                " or down into it (an empty cell leaves its record out), or remove the column to train"
                 " all answers"
             )
 
 
 def thumbs_of(path: str) -> str | None:
     """The column of a file that has thumbs, by its name and its values; None if there is none."""
-    records = _first_of(path)
-    return label_column(list(dict.fromkeys(c for record in records for c in record)), records)
+    return label_column(_first_of(path))
 
 
 def _first_of(path: str, most: int = MAX_ROWS) -> Records:
@@ -320,10 +325,10 @@ def labelled_columns(
     otherwise as `question_columns`.
     """
     records = _first_of(path)
-    names = list(dict.fromkeys(column for record in records for column in record))
+    names = column_names(records)
     if "label" in names and ({"messages", "conversations", "completion"} & {*names}):
         return {}
-    label = "label" if "label" in names else label_column(names, records, by_name=False)
+    label = "label" if "label" in names else label_column(records, by_name=False)
     if label is None:
         if named := [name for name in names if _has_word(name, _THUMBS)]:
             values = dict.fromkeys(str(record.get(named[0])) for record in records)

@@ -144,8 +144,8 @@ def _name_columns(
     is_named, train = any(columns), value_at(source.content, ("data", "train"))
     if is_named and (source.content.get("task") == "dpo" or isinstance(train, list)):
         raise UserError(
-            "--question, --answer: are for sft or kto on one file; write `columns` into the recipe's data"
-            " section"
+            "--question, --answer: are for sft or kto on one file; write `columns` into the recipe's"
+            " data section"
         )
     split: dict[str, Any] = train if isinstance(train, dict) else {}
     finds = {"sft": question_columns, "kto": labelled_columns}.get(str(source.content.get("task")))

@@ -187,9 +187,10 @@ def describe_losses(training: dict[str, Any], *, with_updates: bool = False) -> 
         start, end = thumbs["evaluations"]
         when = f"at step {start['step']:,}" if start["step"] else "before training"
         texts.append(
-            f"of {thumbs['num_good']:,} good and {thumbs['num_bad']:,} bad held-out answers, a good"
-            f" one is likelier than a bad one in {end['accuracy']:.0%} of all comparisons, {when} in"
-            f" {start['accuracy']:.0%} (chance: 50%, two standard deviations {2 * thumbs['error']:.0%})"
+            f"of {thumbs['num_good']:,} good and {thumbs['num_bad']:,} bad held-out answers, a"
+            f" good one is likelier than a bad one in {end['accuracy']:.0%} of all comparisons,"
+            f" {when} in {start['accuracy']:.0%} (chance: 50%, two standard deviations"
+            f" {2 * thumbs['error']:.0%})"
         )
         if start["accuracy"] >= 1 - thumbs["error"]:
             texts[-1] += ": the start preferred them already, so this cannot show a gain"

@@ -171,8 +171,8 @@ class Progress:
 
         The others try values around their best one, as densely: drawn from their whole intervals,
         the same number of trials would refine theirs less.
-        runs: all of the study. A list of values cannot be extended, and neither can an interval that
-        has been extended MOST_EXTENSIONS times, or whose recipe refuses the values beyond.
+        runs: all of the study. A list of values cannot be extended, and neither can an interval
+        that has been extended MOST_EXTENSIONS times, or whose recipe refuses the values beyond.
         """
         search = [run for run in runs if run.stage == "search"]
         has_ended = all(run.status in ENDED for run in search)

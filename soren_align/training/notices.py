@@ -115,8 +115,8 @@ def plain_pair_notices(recipe: Recipe, train: Any, tokenizer: Any) -> list[str]:
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if marks := sorted(mark for mark in special if any(mark in turn["content"] for turn in turns)):
         return [
-            f"the first example contains {', '.join(marks)}, and is rendered with the chat template. "
-            f"If the texts are already rendered, write {key}: false"
+            f"the first example contains {', '.join(marks)}, and is rendered with the chat "
+            f"template. If the texts are already rendered, write {key}: false"
         ]
     if all(source.apply_chat_template is not None for source in recipe.data.sources):
         return []

@@ -185,7 +185,7 @@ class CheckpointSealer(TrainerCallback):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that the thread writes to be sealed. Raises the thread's error."""
+        """Wait until the thread has sealed its checkpoint. Raises the thread's error."""
         unsealed, self._unsealed = self._unsealed, None
         if unsealed is not None:
             unsealed.result()

@@ -212,14 +212,14 @@ def _count_training(
     recipe, train = setup.recipe, setup.splits.train
     packs = getattr(config, "packing", False)
     counts, packing = _count(setup, config, setup.tokens.train, train.source_indices, packs=packs)
-    if counts.labels and counts.num_kept:
-        counts.labels.refuse_one_class(train.source["path"])
     if counts.num_kept == 0:
         raise UserError(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}; raise trainer.max_length ({config.max_length}), "
             "or fix the data"
         )
+    if counts.labels:
+        counts.labels.refuse_one_class(train.source["path"])
     num_examples = packing.num_sequences if packing else counts.num_kept
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
     drops = setup.stream is None and drops_last(recipe, num_ranks)
