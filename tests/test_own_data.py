@@ -469,6 +469,19 @@ def test_thumbs_become_examples_for_sft_and_kto_and_a_test_of_other_prompts(tmp_
     assert loaded.trainer["undesirable_weight"] == pytest.approx(30 / bad, abs=0.01)
 
 
+def test_questions_with_several_good_answers_are_trained_and_not_asked(tmp_path, thumbs):
+    with thumbs.open("a", newline="") as stream:
+        csv.writer(stream).writerows([(f"What is in room {i}?", f"Also maps of {i}.", "👍", "a") for i in range(12)])
+    command.run("new", "mine", "--data", "thumbs.csv", cwd=tmp_path, code=0)
+    chat, asked = (
+        [json.loads(line) for line in (tmp_path / "mine" / name).read_text().splitlines()]
+        for name in ("chat.jsonl", "questions/trained/test.jsonl")
+    )
+    numbers = Counter(row["instruction"] for row in chat)
+    assert {2, 1} == {*numbers.values()}
+    assert {row["question"] for row in asked} == {question for question, number in numbers.items() if number == 1}
+
+
 def test_a_column_of_yes_and_no_is_no_thumb(tmp_path):
     rows = [
         ("question", "answer", "active"),

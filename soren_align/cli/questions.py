@@ -442,6 +442,9 @@ def _divide(
         else:
             judged = (record for record in _answers(own) if record["prompt"] in held_out)
             columns["thumbs"] = [*judged]
+            # Of several good answers, which are all trained, another than the asked one is right too.
+            good = Counter(prompt for prompt, each in own.thumbs.items() for _ in _good(each))
+            train = [pair for pair in train if good[pair[0]] == 1] or train
     elif own.chats:
         pass  # turns of several conversations may depend on each other's facts: all are trained
     elif kind == "facts":
@@ -467,6 +470,10 @@ def _divide(
         columns["rephrased"] = _questions(wordings[:MAX_QUESTIONS])
     chosen = sorted(draw.sample(range(len(train)), min(len(train), MAX_TRAINED)))
     return train, {"trained": _questions([train[i] for i in chosen])} | columns, notices
+
+
+def _good(answers: Iterable[tuple[str, bool]]) -> set[str]:
+    return {reply for reply, good in answers if good}
 
 
 def _answers(own: OwnData) -> list[Record]:
