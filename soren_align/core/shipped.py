@@ -79,14 +79,10 @@ def _files(folder: str) -> dict[str, Path]:
 
 def is_study(file: Path) -> bool:
     """Whether a YAML file is a study, and not a recipe: it has `candidates`."""
-    return _has_key(file, "candidates")
-
-
-def _has_key(file: Path, key: str) -> bool:
     # Without parsing YAML, since `recipes` and the shell's completion list dozens of files in a
     # fraction of a second.
     return any(
-        line.startswith(f"{key}:")
+        line.startswith("candidates:")
         for line in file.read_text("utf-8", errors="replace").splitlines()
     )
 
@@ -137,11 +133,4 @@ def published() -> dict[str, Path]:
     """Return every shipped table of published scores by name, e.g.
     {'paper/sft': .../eval/paper/sft.yaml}, sorted.
     """
-    return {name: file for name, file in _files("eval").items() if not _has_key(file, "models")}
-
-
-def perplexities() -> dict[str, Path]:
-    """Return every shipped table of published perplexities by name: {'paper/pretraining': ...},
-    sorted.
-    """
-    return {name: file for name, file in _files("eval").items() if _has_key(file, "models")}
+    return _files("eval")

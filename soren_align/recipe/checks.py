@@ -26,7 +26,6 @@ from .model import (
     refuse_unusable,
 )
 from .parallel import Parallel, parallel
-from .perplexities import load_perplexities
 from .schema import Quantize, trains_others
 
 PROMPT_FILES = (".txt", ".jsonl")
@@ -171,16 +170,6 @@ def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> 
     }
     for problem in evaluation_problems(settings):
         raw.problems.append(problem._replace(key=("eval", *problem.key)))
-    at = ("run", "published")
-    table, model = raw.path(*at, "table"), raw.text(*at, "model")
-    if table and raw.get("task") != "pretrain":
-        raw.report(at, "only a pre-training reports a perplexity; remove this section")
-    elif table:
-        with raw.reporting((*at, "table")):
-            models = load_perplexities(table).models
-            if model and model not in models:
-                hint = did_you_mean(model, models, f"write one of {', '.join(models)}")
-                raw.report((*at, "model"), f"{table} has no model {model!r}{hint}")
     return [*raw.problems, *raw.no_paths.values()]
 
 
@@ -344,16 +333,13 @@ def _check_optimizer(raw: _Raw) -> None:
 
 
 def _check_precision(raw: _Raw) -> None:
-    """Check the dtypes of parameters, of the starting weights that run.perturb changes, and of
-    recorded gradients.
-    """
+    """Check the dtypes of parameters and of recorded gradients."""
     # An adapter's factors are float32, whatever the frozen dtype.
     trainer, adapts = raw.section("trainer"), raw.trains_adapter
     dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
     where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
     start, lora = raw.path("model", "name_or_path"), raw.section("model", "lora")
     kind = raw.parallel.kind if raw.parallel else None
-    _check_perturbation(raw, dtype, kind)
     of, key = raw.get("run", "log_spectra", "of"), ("run", "log_spectra", "of")
     if isinstance(of, list) and "gradient" in of:  # which are recorded whole and unscaled
         if kind not in (None, "ddp"):
@@ -398,37 +384,6 @@ def _check_precision(raw: _Raw) -> None:
             " true}`"
         )
         raw.report(("model", "dtype"), f"{message}; write that, or `dtype: float32`")
-
-
-def _check_perturbation(raw: _Raw, dtype: str | None, kind: str | None) -> None:
-    """Check that the starting weights are float32, in memory and for the optimizer: a change of
-    their last digits is lost otherwise. kind: of run.parallel.
-    """
-    trainer, start = raw.section("trainer"), raw.path("model", "name_or_path")
-    if raw.get("run", "perturb") is None:
-        return
-    recorded, key = None, ("run", "perturb")
-    with suppress(UserError):  # reported at model.name_or_path
-        recorded = start and recorded_quantization(start)
-    if raw.text("model", "quantize") or recorded:
-        message = (
-            "4-bit and 8-bit weights cannot change by a rounding error; remove this key, or"
-            " model.quantize"
-        )
-        raw.report(key, message)
-    elif dtype == "bfloat16":
-        message = (
-            "bfloat16 weights would lose this change by rounding; write model.dtype: float32 (with"
-            " `trainer: {bf16: true}` the arithmetic is bfloat16 all the same)"
-        )
-        raw.report(key, message)
-    # bf16 is TRL's default where the recipe does not write false.
-    if kind == "zero" and (trainer.get("bf16") is not False or trainer.get("fp16")):
-        message = (
-            "DeepSpeed rounds the weights before it makes the float32 master weights, and the"
-            " change is lost;"
-        )
-        raw.report(key, f"{message} write run.parallel: ddp or fsdp2, or trainer.bf16: false")
 
 
 def _check_training(raw: _Raw) -> None:

@@ -474,9 +474,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     # Whole sections, and then without what cannot change weights: a new key counts until somebody
     # has decided that it does not.
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
-    part["run"] = recipe.run.model_dump(
-        include={"parallel", "global_batch_size", "early_stopping", "perturb"}
-    )
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
     # None of these changes weights: the cache is a copy, and retention examples are only measured.
     del part["data"]["cache"], part["data"]["retention"], part["data"]["eval_part"]
     evaluation = part["data"].pop("eval") or {}

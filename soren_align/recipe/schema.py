@@ -97,22 +97,6 @@ class EarlyStopping(Section):
     """A change counts as an improvement only if it is larger than this threshold."""
 
 
-class Perturb(Section):
-    """Multiply every starting weight by 1 + `size` u, where u is a random number between -1 and 1.
-    Training amplifies small differences: on another CPU, with another number of threads or with
-    another version of a library, the same training gives another result. A change of the starting
-    weights by about a rounding error has the same effect. In DPO, the weights of the reference
-    model are changed too. The starting checkpoint in the table of scores is not changed. The
-    weights must be float32 when they are loaded, because in bfloat16 the change would be rounded
-    away."""
-
-    size: Annotated[float, Field(gt=0, lt=1)] = 1.0e-7
-    """The largest relative change of a weight. 1e-7 is about the relative rounding error of
-    float32."""
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """The seed of the random numbers u. They do not depend on the number of processes."""
-
-
 ADAPTER = "adapter_config.json"
 """The file that makes a folder an adapter's."""
 
@@ -267,18 +251,6 @@ class Model(Section):
     quantization."""
 
 
-class Published(Section):
-    """Perplexities that other authors published, to print below the validation perplexity of a
-    pre-training. They have no effect on the run. No difference to them is computed, because they
-    come from other training runs."""
-
-    table: Annotated[str, Field(min_length=1)]
-    """`paper/pretraining`, a table that comes with soren-align, or a YAML file of the same
-    format."""
-    model: Annotated[str, Field(min_length=1)]
-    """The name of the model in the table, such as `LLaMA-60M`."""
-
-
 class Run(Section):
     """The run folder and the behaviour of the run."""
 
@@ -333,11 +305,6 @@ class Run(Section):
     """Score checkpoints during the training, by another process."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations no longer improve."""
-    perturb: Perturb | None = None
-    """Change the starting weights by about a rounding error, to see how much the result of the
-    training depends on rounding. null: do not change them."""
-    published: Published | None = None
-    """Perplexities that other authors published, to print after a pre-training."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 

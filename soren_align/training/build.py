@@ -69,14 +69,6 @@ def build_trainer(
             )
             model.config._name_or_path = str(Path(config_file).parent)
     kind = parallel(recipe.run.parallel).kind if ranks.launched else None
-    reference: dict[str, Any] = {}
-    # The reference is the start that was trained from, perturbed as well: otherwise the rewards of
-    # step 1 would not be 0.
-    is_whole = new_adapter is None and not isinstance(model, PeftModel)
-    is_policy = not task.has_reference or (args.precompute_ref_log_probs and kind != "fsdp2")
-    if recipe.run.perturb and is_whole and not is_policy:
-        # TRL would load it without the perturbation
-        reference["ref_model"] = load_model(recipe, setup.start)
     # Identify: what must be equal when a run resumes. All of it is compared, since any difference
     # would continue with the optimizer state of another training.
     origin = {
@@ -115,7 +107,6 @@ def build_trainer(
             parallel=kind,
             lost_updates=lost_updates,
             stream=setup.stream,
-            **reference,
         )
 
 

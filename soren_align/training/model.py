@@ -1,15 +1,11 @@
-"""Load the starting checkpoint: folder, tokenizer, model and dtype; perturb its weights
-(run.perturb).
-"""
+"""Load the starting checkpoint: folder, tokenizer, model and dtype."""
 
 import contextlib
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -38,7 +34,6 @@ from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..recipe.schema import TrainedTokenizer
 from ..run import weights
 from ..run.folder import COMPLETE_MARKER, RunFolder
-from ..sharding.ranks import current_ranks
 from . import adapters
 from .adapters import freeze, refuse_unmatched
 from .checkpoints import write_errors
@@ -150,7 +145,7 @@ def load_config(recipe: Recipe) -> Any:
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it
-    holds one; run.perturb is applied.
+    holds one.
 
     The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded
     while it loads.
@@ -173,8 +168,6 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
             adapted: Any = weights.load_adapter(model, start, is_trainable=True)
             adapted.peft_config["default"].base_model_name_or_path = name
             model = adapted
-    if recipe.run.perturb is not None:
-        perturb_(model, recipe.run.perturb.size, recipe.run.perturb.seed)
     return model
 
 
@@ -248,29 +241,3 @@ def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
         return getattr(torch, recipe.run.save_dtype)
     dtype = weights.load_config(start, recipe.model.revision, place=_named(recipe, start)).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
-@torch.no_grad()
-def perturb_(model: nn.Module, size: float, seed: int) -> None:
-    """Multiply every parameter w by 1 + size u, with u uniform in [-1, 1], rounded to float32.
-
-    With a size of rounding errors this is another draw of a chaotic training. model: its parameters
-    are float32; under ZeRO 3 each rank changes its shards. A tied parameter has its first name.
-    """
-    ranks = current_ranks()
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}"
-        if parameter.is_meta:  # of the other ranks under FSDP2, which get the first one's weights
-            continue
-        # Drawn on the CPU for the whole parameter: the same numbers on every device, and for a
-        # shard as for the whole.
-        key = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-        u = torch.rand(getattr(parameter, "ds_numel", parameter.numel()), generator=generator)
-        shard = getattr(parameter, "ds_tensor", parameter)
-        if shard is not parameter:  # with ZeRO's padding at the end
-            padded = nn.functional.pad(u, (0, shard.numel() * ranks.num_ranks - len(u)))
-            u = padded[ranks.rank * shard.numel() :][: shard.numel()]
-        # In float64, so that 1 + 1e-7 is not rounded before it is multiplied.
-        factors = 1 + size * (2 * u.to(shard.device).double() - 1)
-        shard.copy_(shard.double() * factors.view(shard.shape))

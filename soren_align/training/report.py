@@ -15,7 +15,6 @@ from ..core.text import count, print_labelled
 from ..data import auc_error
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import Recipe, batch_unit, global_batch, left_out, recipe_hash
-from ..recipe.perplexities import describe_published, load_perplexities
 from ..run import record
 from ..run.folder import RunFolder, read_metrics
 from ..run.preferences import describe_preferences, sample_changes
@@ -63,8 +62,6 @@ def report_setup(
     }
     if earlier:
         start["after"] = earlier
-    if recipe.run.perturb:
-        start["perturb"] = recipe.run.perturb.model_dump()
     data = {"train": train.source | {"layout": train.layout} | examples, "eval": held_out}
     if retention:
         data["retention"] = retention
@@ -167,11 +164,6 @@ def _model_lines(
         lines = [f"{setup.start} (starting checkpoint, {after})"]
     else:
         lines = [f"{setup.start} (starting checkpoint)"]
-    if perturb := setup.recipe.run.perturb:
-        lines.append(
-            f"each starting weight changed by at most {perturb.size:g} of itself, seed "
-            f"{perturb.seed}"
-        )
     if quantization:
         lines.append(
             f"{quantization['num_weights']:,} weights in {quantization['quantize']} "
@@ -350,10 +342,6 @@ def _result_lines(
             f"validation perplexity {validation['perplexity']:.2f}, on "
             f"{validation['num_tokens']:,} tokens (loss {validation['loss']:.4f})"
         )
-        if published := recipe.run.published:
-            # The file may have changed since the recipe was checked.
-            with suppress(UserError, KeyError):
-                lines += describe_published(load_perplexities(published.table), published.model)
     if training["relative_change"] < SMALL_CHANGE:
         change = f"{100 * training['relative_change']:.3g}%"
         lines.append(f"the weight matrices changed by {change} of their norm")

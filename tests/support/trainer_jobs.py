@@ -325,33 +325,6 @@ def same_steps(make, mode, *runs):
     return maps
 
 
-PERTURBED = ("run.perturb={size: 1e-3, seed: 5}", "trainer.max_steps=1", "data.eval=null", "data.train.limit=32")
-
-
-def perturbed(make):
-    """The weights of a DPO's policy and of its reference before the first step, under every mode, as one rank sees
-    them."""
-    with fsdp2_on_cpus():
-        starts = {"fsdp2": started(make, "fsdp2")}
-    return starts | {mode: started(make, mode) for mode in ("ddp", "zero2", "zero3")}
-
-
-def started(make, mode):
-    trainer = make(f"perturbed-{mode}", "dpo", *PERTURBED, f"run.parallel={mode}").trainer()
-    return [whole_weights(model) for model in (trainer.model, trainer.ref_model)]
-
-
-def whole_weights(model):
-    from deepspeed import zero as deepspeed_zero
-
-    weights = {}
-    for name, parameter in model.named_parameters():
-        with deepspeed_zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            weights[name.removeprefix("module.")] = whole.detach().clone()
-    return weights
-
-
 def references(make, mode):
     """Rewards at the first step of two DPOs with precomputed reference log-probabilities, and the refusal of a third.
 
