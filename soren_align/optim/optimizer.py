@@ -394,10 +394,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 )
             is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
             if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
-                advice = "Route it to AdamW (soren_align.param_groups does)."
                 raise ValueError(
                     f"{type(self).__name__} updates matrices, but {name} has shape {shape}. "
-                    f"{advice}"
+                    "Route it to AdamW (soren_align.param_groups does)."
                 )
         super().add_param_group(group)
         # torch has completed the group by the defaults of both rules: those of the other one go
@@ -433,13 +432,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
             # An earlier checkpoint lacks settings that were added since, which had their defaults.
-            groups_before = [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in self.param_groups
-            ]
             groups = [
                 _with_layouts(now | was)
-                for now, was in zip(groups_before, checkpoint["param_groups"], strict=True)
+                for now, was in zip(self.param_groups, checkpoint["param_groups"], strict=True)
             ]
             state_of_others = {k: v for k, v in checkpoint["state"].items() if k not in numbers}
             return {**checkpoint, "param_groups": groups, "state": state_of_others}
