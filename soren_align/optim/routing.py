@@ -297,15 +297,13 @@ def _trainable(layer: Any) -> Iterator[tuple[str, Any, nn.Parameter]]:
     """
     for kind in layer.adapter_layer_names:
         container = getattr(layer, kind, None)
-        for part in (
-            container.values() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ()
-        ):
-            owned = (
-                [(None, part)]
-                if isinstance(part, nn.Parameter)
-                else [(part, p) for p in part.parameters()]
-            )
-            yield from ((kind, owner, p) for owner, p in owned if p.requires_grad)
+        if not isinstance(container, nn.ModuleDict | nn.ParameterDict):
+            continue
+        for part in container.values():
+            if isinstance(part, nn.Module):
+                yield from ((kind, part, p) for p in part.parameters() if p.requires_grad)
+            elif part.requires_grad:
+                yield kind, None, part
 
 
 def param_groups(
@@ -419,11 +417,8 @@ def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
 
 def spectral_share(table: Sequence[Mapping[str, Any]]) -> float:
     """The share of the trained parameters that go to the spectral rule."""
-    numel = {
-        rule: sum(row["numel"] for row in table if row["rule"] == rule)
-        for rule in ("spectral", "adamw")
-    }
-    return numel["spectral"] / max(1, sum(numel.values()))
+    spectral = sum(row["numel"] for row in table if row["rule"] == "spectral")
+    return spectral / max(1, sum(row["numel"] for row in table))
 
 
 def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[str]:
