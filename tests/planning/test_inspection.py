@@ -12,7 +12,6 @@ from soren_align.planning.inspection import ALWAYS, inspect_model, print_inspect
 from soren_align.recipe import load_for_model
 from tests.support import command
 from tests.support.architectures import config_of
-from tests.support.cpu_time import cpu_seconds
 from tests.support.tiny_models import BASE
 from transformers import AutoTokenizer
 
@@ -39,9 +38,9 @@ def messages(inspection, when=ALWAYS):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba", "gemma3"])
 def test_an_architecture_is_inspected_in_two_seconds(name, tmp_path):
     folder = folder_of(tmp_path, name)
-    start = cpu_seconds()
+    start = sum(os.times()[:4])  # CPU time, which other work on the machine does not change much
     inspection = inspected(folder)
-    assert cpu_seconds() - start < SECONDS
+    assert sum(os.times()[:4]) - start < SECONDS
     assert sum(row["numel"] for row in inspection["routing"]) == inspection["model"]["num_trained_parameters"]
     others = [message for message in messages(inspection) if "has no weights" not in message]
     assert len(others) == (name == "gemma3")
