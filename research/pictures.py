@@ -29,15 +29,7 @@ from torch import Tensor, nan
 from soren_align.core.figures import FONT, Colors, line_style, short, style_axes, write_pictures
 from soren_align.optim import SpectralOptimizer
 from soren_align.run.folder import RunFolder
-from soren_align.run.spectra import (
-    EXACT,
-    Spectrum,
-    all_maps,
-    mapped,
-    outputs,
-    short_names,
-    spectra_of_run,
-)
+from soren_align.run.spectra import EXACT, Spectrum, all_maps, mapped, outputs, spectra_of_run
 
 MAX_LAYERS, MAX_STEPS = 3, 3
 FLOOR = 3e-4
@@ -56,6 +48,18 @@ def by_kind(spectra: Sequence[Spectrum]) -> dict[str, list[Spectrum]]:
     # A name may come from anyone, and must not lead to another folder.
     names = [re.sub(r"[^\w.-]", "_", name)[-100:] for name in short_names([*kinds], 2)]
     return dict(zip(names, kinds.values(), strict=True))
+
+
+def short_names(names: Sequence[str], num_parts: int) -> list[str]:
+    """The names without the first parts, between dots, that all share; at least `num_parts` of each
+    stay.
+    """
+    parts = [name.split(".") for name in names]
+    start = 0
+    # Names of one model begin alike, and a table of 80 columns has no room for that.
+    while start < min(map(len, parts)) - num_parts and len({p[start] for p in parts}) == 1:
+        start += 1
+    return [".".join(p[start:]) for p in parts]
 
 
 def draw(

@@ -218,18 +218,6 @@ def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str,
     return {**about, "below": below, "maps": fidelity}
 
 
-def short_names(names: Sequence[str], num_parts: int) -> list[str]:
-    """The names without the first parts, between dots, that all share; at least `num_parts` of each
-    stay.
-    """
-    parts = [name.split(".") for name in names]
-    start = 0
-    # Names of one model begin alike, and a table of 80 columns has no room for that.
-    while start < min(map(len, parts)) - num_parts and len({p[start] for p in parts}) == 1:
-        start += 1
-    return [".".join(p[start:]) for p in parts]
-
-
 MEASURES = (
     ("distance from the exact sigmoid", "distance", ".1%", max, "largest"),
     ("cosine of the angle to the exact sigmoid", "cosine", ".3f", min, "smallest"),
