@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from soren_align.core.errors import UserError, printable
-from soren_align.launch.chat import Conversation, _Printer, rephraser
+from soren_align.launch.chat import Conversation, _Printer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import command
@@ -51,23 +51,6 @@ def greedy(folder, text, num_tokens, special=False):
 
 def conversation(folder, max_new_tokens=8, system=None):
     return Conversation("SFT", folder, system=system, max_new_tokens=max_new_tokens)
-
-
-def test_another_wording_is_the_first_line_of_an_answer_to_each_question_alone(reader, capsys, monkeypatch):
-    prompts = []
-
-    def ask(self, question):
-        prompts.append((len(self.turns), question))
-        self.turns.append({"role": "user", "content": question})
-        print("streamed")
-        return '\n"When is it open?"\n\nThis asks for the hours.'
-
-    monkeypatch.setattr(Conversation, "ask", ask)
-    rephrase = rephraser(str(reader))
-    assert [rephrase("When do you open?"), rephrase("Why?")] == ["When is it open?"] * 2
-    assert prompts == [(0, f"Rephrase this question. Answer with the question alone.\n\n{q}") for q in
-                       ("When do you open?", "Why?")]  # fmt: skip
-    assert capsys.readouterr().out == ""
 
 
 def test_an_answer_is_the_greedy_one_after_the_models_own_template_and_is_streamed(reader, capsys):

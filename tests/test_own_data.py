@@ -14,7 +14,7 @@ import openpyxl
 import pytest
 import yaml
 from soren_align import recipe
-from soren_align.cli.questions import _rewordings, read_data, write_questions
+from soren_align.cli.questions import read_data
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.data import load_split
@@ -265,20 +265,6 @@ def test_new_names_what_it_leaves_out(tmp_path):
     assert "as the answer; not read: Nr" in printed
     assert "left out, because a cell is empty: record 2" in printed
     assert "left out, because the question occurs before: 1 record" in printed
-    # A model that writes one other wording, a line for all questions, no word of the question, or nothing.
-    answers = iter([FAQ[0][0].replace("What is", "Name what is"), "What?", "What?", "Hello!", "", *(["?"] * 30)])
-    (tmp_path / "other").mkdir()
-    shutil.copytree(NEW / "questions", tmp_path / "other/questions")
-    for name in ("pairs.jsonl", "dpo.yaml"):
-        (tmp_path / "other" / name).touch()
-    own = read_data(str(tmp_path / "my.csv"), None, None)
-    write_questions(tmp_path / "other", own, "facts", is_pretrained=False, rephrase=lambda _: next(answers))
-    wordings = read(tmp_path / "other/questions/rephrased/test.jsonl")
-    assert [(each["question"], each["written_by"]) for each in wordings] == [
-        ("Name what is in room 0?", "a model"),
-        ("What?", "a model"),
-    ]
-    assert "rephrased" in [task.column for task in load_suite(tmp_path / "other/questions").tasks]
     waiting = read(tmp_path / "mine/questions/rephrased/test.jsonl")
     assert waiting[0] == {"question": None, "original": FAQ[0][0], "answer": FAQ[0][1]}
     suite = tmp_path / "mine/questions/suite.yaml"
@@ -314,9 +300,6 @@ def test_conversations_are_all_trained_and_pairs_are_held_out(tmp_path):
     asked = new(tmp_path, "theirs.json")[0]["trained"]
     systems = ["You sell lamps." * (i % 2) for i in range(len(FAQ))]
     assert asked == [{"question": q, "answer": a, "system": s} for (q, a), s in zip(FAQ, systems, strict=True)]
-    own = read_data(str(tmp_path / "theirs.json"), None, None)
-    worded = _rewordings(own, asked, lambda question: f"{question} please")
-    assert [(each["system"], each["written_by"]) for each in worded[:2]] == [(s, "a model") for s in systems[:2]]
     (task,) = load_tasks(load_suite(tmp_path / "mine/questions")).values()
     prompts = [json.loads(task.fewshot_context(doc, 0, apply_chat_template=True, chat_template=messages))
                for doc in task.test_docs()]  # fmt: skip

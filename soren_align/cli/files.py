@@ -81,12 +81,6 @@ def new(
             help="facts: train all; behaviour: hold some out. Default: by the file's content.",
         ),
     ] = None,
-    rephrase: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="A chat model that writes other wordings of trained questions."
-        ),
-    ] = None,
 ) -> None:
     """Write a starting folder for your own data and questions.
 
@@ -95,20 +89,12 @@ def new(
     questions come from your file: trained questions, rephrased ones, or examples that are held out.
     """
     if data is None:
-        options = ["question", "answer", "kind", "rephrase"]
+        options = ["question", "answer", "kind"]
         refuse_options(context, options, "without --data", "add --data FILE")
-    from ..core.text import loading, print_labelled, stderr_console
+    from ..core.text import print_labelled, stderr_console
 
     # Read before the folder is made: a file that cannot be used leaves nothing behind.
     own = read_data(data, question, answer) if data else None
-    ask = None
-    if rephrase:
-        from ..core.silence import quiet_libraries
-
-        with loading(stderr_console(), f"Loading {rephrase}"), quiet_libraries():
-            from ..launch.chat import rephraser
-
-            ask = rephraser(rephrase)
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # the recipes are used in the new folder
     target = _new_folder(folder)
@@ -125,7 +111,7 @@ def new(
         looks, reason = kind_of(own.pairs)
         are_facts = (kind or looks) == "facts" and not (own.rejected or own.chats or own.thumbs)
         lines, notices = write_questions(
-            target, own, kind or looks, is_pretrained=model is not None, rephrase=ask
+            target, own, kind or looks, is_pretrained=model is not None
         )
         notices = [*own.notices, *notices]
         print_labelled(stderr_console(), "read", f"{own.name}: {own.read_as}")

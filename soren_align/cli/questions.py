@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -290,17 +290,11 @@ def _are_labels(pairs: Sequence[Pair]) -> bool:
 
 
 def write_questions(
-    target: Path,
-    own: OwnData,
-    kind: Kind,
-    *,
-    is_pretrained: bool,
-    rephrase: Callable[[str], str] | None = None,
+    target: Path, own: OwnData, kind: Kind, *, is_pretrained: bool
 ) -> tuple[list[str], list[str]]:
     """Write the examples to train on, and the questions and pairs of each column of the suite.
 
-    rephrase: returns another wording of a question, by a model that the user names. Returns what
-    the files have, and notices.
+    Returns what the files have, and notices.
     """
     # A fixed seed: the same file gives the same folder.
     draw = random.Random(0)
@@ -310,25 +304,19 @@ def write_questions(
         record["system"] = own.systems[record["question"]]
     waiting: dict[str, list[Record]] = {}
     if kind == "facts" and not (own.rejected or own.thumbs) and "rephrased" not in columns:
-        records = _rewordings(own, columns["trained"][:ENOUGH], rephrase)
-        file = f"{target}/questions/rephrased/test.jsonl"
-        if rephrase and records:
-            columns["rephrased"] = records
-            notices.append(
-                f"rephrased: {count(len(records), 'question')} by a model, which may have changed"
-                f" their meaning: read {file}"
-            )
-        else:
-            waiting["rephrased"] = records
-            column = (
-                f"add a column '{REPHRASED[0]}' to {own.name} with another wording of some"
-                " questions, and run this command for a new folder; or "
-            ) * (not own.chats)
-            notices.append(
-                f"other wordings are not tested. To test them, {column}add --rephrase MODEL"
-            )
-    elif rephrase:
-        notices.append("--rephrase has no effect: other questions than the trained ones test this")
+        waiting["rephrased"] = [
+            {**record, "question": None, "original": record["question"]}
+            for record in columns["trained"][:ENOUGH]
+        ]
+        column = (
+            f"add a column '{REPHRASED[0]}' to {own.name} with another wording of some questions,"
+            " and run this command for a new folder; or "
+        ) * (not own.chats)
+        notices.append(
+            f"other wordings are not tested. To test them, {column}write them into"
+            f" {target}/questions/rephrased/test.jsonl, and remove the # before rephrased in"
+            " suite.yaml"
+        )
     files = {f"questions/{name}/test.jsonl": each for name, each in (columns | waiting).items()}
     if own.thumbs:
         held_out = {record["prompt"] for record in judged}
@@ -382,25 +370,6 @@ def write_questions(
         if num < ENOUGH
     ]
     return lines, notices
-
-
-def _rewordings(
-    own: OwnData, questions: Sequence[Record], rephrase: Callable[[str], str] | None
-) -> list[Record]:
-    """Return records of `rephrased` for trained questions: with a model's wording, or with null for
-    the user's."""
-    if rephrase is None:
-        return [{**each, "question": None, "original": each["question"]} for each in questions]
-    known = {_words(prompt) for prompt, _ in own.pairs}
-    records = []
-    for each in questions:
-        wording = rephrase(each["question"])
-        # Small models answer, or write the same line for all questions.
-        if _words(wording) not in known and _likeness(wording, each["question"]):
-            known.add(_words(wording))
-            own_words = {"question": wording, "original": each["question"]}
-            records.append({**each, **own_words, "written_by": "a model"})
-    return records
 
 
 def keep_columns(questions: Path, names: Iterable[str], waiting: Iterable[str] = ()) -> None:

@@ -5,11 +5,9 @@ The models are loaded as for an evaluation: an adapter merged with its base, eve
 file.
 """
 
-import contextlib
-import io
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,26 +201,9 @@ def converse(
             print_labelled(console, "error", str(error))
 
 
-REPHRASE = "Rephrase this question. Answer with the question alone.\n\n{}"
 _BEGIN = re.compile(r"^\s*\n")
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 """Without the blanks that indent the next line, such as one of code."""
-MAX_WORDING = 96
-"""Tokens of a question's other wording."""
-
-
-def rephraser(model: str) -> Callable[[str], str]:
-    """Return a function that returns another wording of a question, written by this chat model."""
-    conversation = Conversation(model, model, max_new_tokens=MAX_WORDING)
-
-    def rephrase(question: str) -> str:
-        conversation.turns = []
-        with contextlib.redirect_stdout(io.StringIO()):  # `ask` streams
-            answer = conversation.ask(REPHRASE.format(question))
-        # Models like to explain, and to put quotes around it.
-        return next(iter(answer.strip().splitlines()), "").strip().strip("\"'*“”„«»")
-
-    return rephrase
 
 
 def _answer(conversations: Sequence[Conversation], question: str, console: Console) -> None:
