@@ -266,6 +266,12 @@ def load_resolved(path: Path) -> Recipe:
 @functools.lru_cache(maxsize=512)
 def _resolved(text: str, path: str) -> Recipe:
     source = parse(text, path)
+    # Keys that have left: earlier versions wrote them into every run's recipe, mostly as null.
+    run = source.content.get("run")
+    if isinstance(run, dict):
+        run.pop("published", None)  # it had no effect on the weights
+        if run.get("perturb") is None:
+            run.pop("perturb", None)
     recipe = source.validate(Recipe)
     if recipe is None:
         raise UserError(

@@ -417,6 +417,17 @@ def test_held_out_rows_are_one_split(write):
     assert recipe.load(write(text.replace("[{path: org/a}]", "{path: org/a, split: test_sft}"))).data.eval.split
 
 
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_left(write, tmp_path):
+    text, file = recipe.to_yaml(recipe.load(write(GOOD))), tmp_path / "recipe.yaml"
+    left = "run:\n  perturb: null\n  published: {table: paper/pretraining, model: LLaMA-60M}\n"
+    file.write_text(text.replace("run:\n", left))
+    now = recipe.load_resolved(file)
+    assert now == recipe.load(write(GOOD))
+    file.write_text(file.read_text().replace("perturb: null", "perturb: {seed: 1}"))
+    with pytest.raises(UserError, match=r"run\.perturb: unknown key"):  # its weights were others
+        recipe.load_resolved(file)
+
+
 def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
     (tmp_path / "recipe.yaml").write_text(GOOD.replace("max_steps: 3", "{}").replace("  lr:", "  rate:"))
     with pytest.raises(UserError, match=r"recipe.yaml: not a recipe that this version .*\n  [a-z._]+: .*"):
