@@ -49,7 +49,7 @@ class InvalidRecord(NamedTuple):
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidRecord]]:
-    """(number, record) of every record of a file of one of recipe.data_paths.SUFFIXES.
+    """(number, record) of every record of a file of one of recipe.data_files.SUFFIXES.
 
     The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises
     UserError if the file as a whole cannot be parsed.
